@@ -1,0 +1,98 @@
+"""Argument checks, and the one style in which their messages are written.
+
+A message names the function, what was expected (the argument in backticks), what came, and one
+remedy.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "i"}
+
+
+def describe(x: Any) -> str:
+    """A short text for a value: dtype and shape of an array, the repr of anything else."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    text = repr(x)
+    return text if len(text) <= 60 else f"{type(x).__name__} {text[:50]}…"
+
+
+def integer(function: str, name: str, value: Any, *, minimum: int = 1) -> int:
+    """`value` as a Python int; NumPy and JAX integers are accepted, bools and floats are not."""
+    number: int | None = None
+    if not isinstance(value, bool | np.bool_):
+        try:
+            number = operator.index(value)
+        except (TypeError, jax.errors.JAXTypeError):
+            number = None
+    if number is None:
+        raise TypeError(
+            f"{function}: `{name}` must be a static integer, got {describe(value)} of type "
+            f"{type(value).__name__}. Pass an int, for example {name}=4."
+        )
+    if number < minimum:
+        raise ValueError(f"{function}: `{name}` must be at least {minimum}, got {number}.")
+    return number
+
+
+def one_of(function: str, **arguments: Any) -> None:
+    """Requires exactly one of the keyword arguments to be other than `None`."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if len(given) != 1:
+        names = " and ".join(f"`{name}`" for name in arguments)
+        raise ValueError(
+            f"{function}: exactly one of {names} is needed, got "
+            f"{' and '.join(f'`{n}`' for n in given) if given else 'neither'}."
+        )
+
+
+def same_structure(function: str, name: str, got: Any, expected: Any, *, remedy: str) -> None:
+    """Requires two trees to agree in structure and in the shapes of their leaves."""
+    got_tree, expected_tree = jax.tree.structure(got), jax.tree.structure(expected)
+    if got_tree != expected_tree:
+        raise ValueError(
+            f"{function}: `{name}` has the tree structure {got_tree}, expected {expected_tree}. "
+            f"{remedy}"
+        )
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True)
+    for (path, leaf), want in pairs:
+        if np.shape(leaf) != np.shape(want):
+            raise ValueError(
+                f"{function}: `{name}{jax.tree_util.keystr(path)}` is {describe(leaf)}, expected "
+                f"the shape {tuple(np.shape(want))}. {remedy}"
+            )
+
+
+def argnums(function: str, value: int | Sequence[int], number: int) -> tuple[int, ...]:
+    """`argnums` as a tuple of distinct positions below `number`, negative ones resolved."""
+    positions = value if isinstance(value, Sequence) else (value,)
+    resolved = []
+    for position in positions:
+        index = integer(function, "argnums", position, minimum=-number)
+        if index >= number:
+            raise ValueError(
+                f"{function}: `argnums` names argument {index}, but only {number} positional "
+                "arguments were given."
+            )
+        resolved.append(index % number)
+    if not resolved or len(set(resolved)) != len(resolved):
+        raise ValueError(
+            f"{function}: `argnums` must name at least one argument and each once, got {value!r}."
+        )
+    return tuple(resolved)
+
+
+def arrays(function: str, tree: Any, *, name: str) -> None:
+    """Requires every leaf to be an array or a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
+            raise TypeError(
+                f"{function}: `{name}{jax.tree_util.keystr(path)}` must be an array, got "
+                f"{describe(leaf)} of type {type(leaf).__name__}. Keep what is not an array out of "
+                "the differentiated arguments, or replace it by None."
+            )

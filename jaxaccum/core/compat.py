@@ -1,0 +1,163 @@
+"""The one place for JAX's staging interfaces and for differences between JAX versions.
+
+Everything here is a thin door to `jax.extend` and `jax.interpreters`; the rest of the library
+stages and inspects functions through these doors only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+
+# Primitives that only wrap another program, and the parameter that holds it. Looking through
+# them lets dead-code elimination separate what a custom derivative or a `jit` computes for the
+# loss from what it counts.
+_WRAPPERS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+class Staged(NamedTuple):
+    """A function traced once, to be called on flat inputs as often as needed.
+
+    Attributes:
+      closed: the closed jaxpr.
+      out_shape: the output tree, with `jax.ShapeDtypeStruct` leaves.
+    """
+
+    closed: Any
+    out_shape: Any
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        outs = jex.jaxpr_as_fun(self.closed)(*flat)
+        # A constant output comes back as a typed Python scalar.
+        return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]
+
+
+def stage(fn: Callable[..., Any], *args: Any) -> Staged:
+    """Traces `fn` once on the types of `args`; arrays it closes over become constants."""
+    return Staged(*jax.make_jaxpr(fn, return_shape=True)(*args))
+
+
+def prune(staged: Staged, keep: Sequence[bool]) -> tuple[Staged, list[bool]]:
+    """Keeps the flagged flat outputs of `staged` and only the equations that they need.
+
+    Returns:
+      The pruned program, which takes only the inputs it reads and returns a flat list, and a flag
+      for each input of `staged` that says whether it is one of them.
+    """
+
+    def kept_outputs(*flat: Any) -> list[Any]:
+        outs = _evaluate(_open(staged.closed), staged.closed.consts, flat)
+        return [out for out, k in zip(outs, keep, strict=True) if k]
+
+    inlined = stage(kept_outputs, *staged.closed.in_avals).closed
+    pruned, used = partial_eval.dce_jaxpr(_open(inlined), [True] * sum(keep))[:2]
+    in_avals = [aval for aval, u in zip(inlined.in_avals, used, strict=True) if u]
+    return stage(lambda *flat: _evaluate(pruned, inlined.consts, flat), *in_avals), list(used)
+
+
+def depends(staged: Staged, differentiated: Sequence[bool]) -> list[bool]:
+    """Which flat outputs of `staged` have a derivative in the flagged flat inputs.
+
+    The answer is structural: what passes through `stop_gradient`, a comparison or an `argmax`
+    has none. `staged` must come from `prune`, which looks through custom derivatives.
+    """
+    avals = staged.closed.in_avals
+    moving = [aval for aval, d in zip(avals, differentiated, strict=True) if d]
+
+    def tangents(*flat: Any) -> list[Any]:
+        primals, moved = flat[: len(avals)], flat[len(avals) :]
+
+        def at(*xs: Any) -> list[Any]:
+            supply = iter(xs)
+            full = [
+                next(supply) if d else p for p, d in zip(primals, differentiated, strict=True)
+            ]
+            return staged(*full)
+
+        start = [p for p, d in zip(primals, differentiated, strict=True) if d]
+        return jax.jvp(at, tuple(start), tuple(moved))[1]
+
+    program = _open(stage(tangents, *avals, *moving).closed)
+    answers = []
+    for out in range(len(program.outvars)):
+        wanted = [index == out for index in range(len(program.outvars))]
+        used = partial_eval.dce_jaxpr(program, wanted)[1]
+        answers.append(any(used[len(avals) :]))
+    return answers
+
+
+def _open(closed: Any) -> Any:
+    return getattr(closed, "jaxpr", closed)
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr equation by equation, looking through the wrappers, scans included."""
+    env: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+    env.update(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        inner = eqn.params.get(_WRAPPERS.get(eqn.primitive.name, ""))
+        if inner is not None:
+            outs = _evaluate(_open(inner), getattr(inner, "consts", ()), values)
+        else:
+            params = eqn.params
+            if eqn.primitive.name == "scan":
+                body = params["jaxpr"]
+                flat = stage(
+                    lambda *xs, body=body: _evaluate(_open(body), body.consts, xs), *body.in_avals
+                )
+                if not flat.closed.consts:
+                    params = {**params, "jaxpr": flat.closed}
+            bind = eqn.primitive.get_bind_params(params)
+            subfuns, params = bind if isinstance(bind, tuple) else ((), bind)
+            with eqn.ctx.manager:
+                out = eqn.primitive.bind(*subfuns, *values, **params)
+            outs = out if eqn.primitive.multiple_results else [out]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def filled(aval: Any, dtype: Any, value: Any = 0) -> jax.Array:
+    """An array like `aval` in `dtype`, with its sharding and its varying manual axes."""
+    spec = getattr(aval.sharding, "spec", None)
+    named = {"out_sharding": spec} if spec is not None and any(spec) else {}
+    array = jnp.full(aval.shape, value, dtype, **named)
+    return vary(array, varying_axes(aval))
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which `x` differs; empty where replication is not checked."""
+    aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(manual.varying) if manual is not None else frozenset()
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Casts `x` to differ over `axes`; axes over which it does already are left alone."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def promote(*dtypes: Any) -> Any:
+    """The common dtype of `dtypes`, also under `jax_numpy_dtype_promotion="strict"`."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)

@@ -1,0 +1,207 @@
+"""`Mean`: an undivided mean. The library's one addition and its one division live here."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks, compat
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are summed: float32, complex64, int32 or wider."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        narrow = jnp.complex64 if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.float32
+        return compat.promote(dtype, narrow)
+    if jnp.issubdtype(dtype, jnp.unsignedinteger) and jnp.dtype(dtype).itemsize >= 4:
+        return jnp.dtype(dtype)
+    return compat.promote(dtype, jnp.int32)
+
+
+def add(a: Any, b: Any) -> jax.Array:
+    """`a + b` in their common dtype: the one addition of the library."""
+    dtype = compat.promote(a, b)
+    return jnp.add(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+
+
+def divide(total: Any, weight: Any, *, empty: float) -> jax.Array:
+    """`total / weight`, and `empty` where the weight is zero: the one division of the library.
+
+    Both branches are selected, never multiplied, so a nan in `total` cannot outlive a weight of
+    zero, in the value or in the derivative.
+    """
+    dtype = compat.promote(total, weight, jnp.float32)
+    total, weight = jnp.asarray(total, dtype), jnp.asarray(weight, dtype)
+    is_empty = weight == 0
+    quotient = total / jnp.where(is_empty, jnp.ones_like(weight), weight)
+    return jnp.where(is_empty, jnp.full_like(quotient, empty), quotient)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mean:
+    """A mean that has not been divided yet: `total` over `weight`.
+
+    `Mean(a, n) + Mean(b, m) = Mean(a + b, n + m)` merges two of them, `c * Mean(a, n) =
+    Mean(c * a, n)` scales the mean. `optax.MultiSteps` averages the quotients `a / n` instead,
+    which is the same only if all weights are equal.
+
+    Attributes:
+      total: the undivided sum; an array, usually a float scalar.
+      weight: what it is to be divided by (tokens, sequences, examples); same shape or a scalar.
+
+    Example:
+      >>> a, b = Mean(6.0, 3), Mean(7.0, 7)
+      >>> print((a + b).value)
+      1.3
+      >>> print((0.5 * (a + b)).value)
+      0.65
+    """
+
+    total: Any
+    weight: Any
+
+    # NumPy scalars then leave `c * mean` to `__rmul__` below.
+    __array_ufunc__ = None
+
+    @property
+    def value(self) -> jax.Array:
+        """`total / weight` in float32 or wider; nan where `weight == 0`."""
+        return divide(self.total, self.weight, empty=jnp.nan)
+
+    @classmethod
+    def from_value(cls, value: Any, weight: Any) -> "Mean":
+        """The undivided form of a mean that was already divided.
+
+        `total = value * weight`, and zero where `weight == 0`: the mean of an empty micro-batch
+        is nan, and nan times zero would still be nan.
+
+        Args:
+          value: the mean; any shape.
+          weight: what it was divided by; same shape or a scalar.
+
+        Returns:
+          `Mean(value * weight, weight)`, float32 or wider.
+
+        Example:
+          >>> print((Mean.from_value(float("nan"), 0) + Mean.from_value(1.0, 7)).value)
+          1.0
+        """
+        dtype = compat.promote(value, weight, jnp.float32)
+        value, factor = jnp.asarray(value, dtype), jnp.asarray(weight, dtype)
+        is_empty = jnp.broadcast_to(factor == 0, value.shape)
+        kept = jnp.where(is_empty, jnp.zeros_like(value), value)
+        return cls(kept * factor, weight)
+
+    def __add__(self, other: Any) -> "Mean":
+        if isinstance(other, Mean):
+            return Mean(add(self.total, other.total), add(self.weight, other.weight))
+        if isinstance(other, int) and other == 0:  # the start value of `sum([...])`
+            return self
+        return NotImplemented
+
+    __radd__ = __add__
+
+    def __mul__(self, factor: Any) -> "Mean":
+        if isinstance(factor, Mean):
+            return NotImplemented
+        return Mean(self.total * factor, self.weight)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "Mean":
+        if isinstance(divisor, Mean):
+            return NotImplemented
+        return Mean(self.total / divisor, self.weight)
+
+    def __neg__(self) -> "Mean":
+        return Mean(-self.total, self.weight)
+
+
+def mean(values: Any, where: Any = None, *, weights: Any = None) -> Mean:
+    """The undivided mean of `values`: what a loss function returns.
+
+    `Mean(sum(values), number)`; with `where`, sums and counts the kept positions; with `weights`,
+    `Mean(sum(weights * values), sum(weights))`. Unlike `jnp.mean(values, where=where)` it keeps
+    sum and count apart, so that the means of several micro-batches can be merged exactly.
+
+    A position that is dropped adds nothing, and the derivative with respect to `values` is exactly
+    zero there, also where `values` is nan or inf; the same holds for a nan or inf of weight zero.
+    A nan made between the parameters and `values`, such as `0 * nan` inside a multiply, has to be
+    masked at its source: `jnp.where(mask, x, 1.0)` *before* the operation that fails.
+
+    Args:
+      values: per-token or per-example losses; any shape, real dtype.
+      where: boolean mask; the same number of dimensions as `values`, each equal or 1.
+      weights: what each position counts for; shapes as for `where`.
+
+    Returns:
+      A `Mean` of two scalars. `total` is float32 or wider. `weight` is int32 for counts and for
+      integer weights, float32 or wider for float weights.
+
+    Raises:
+      TypeError: `values` are complex or not numbers, or `where` is not boolean.
+      ValueError: a shape does not fit.
+
+    Example:
+      >>> loss = mean(jnp.array([1.0, 2.0, 9.0]), where=jnp.array([True, True, False]))
+      >>> print(loss.total, loss.weight, loss.value)
+      3.0 2 1.5
+    """
+    values = _array("values", values)
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        raise TypeError(f"mean: `values` must be real, got {checks.describe(values)}.")
+    dtype = compat.promote(wide(values.dtype), jnp.float32)
+    values = values.astype(dtype)
+    kept = None
+    if where is not None:
+        where = _array("where", where)
+        if where.dtype != jnp.bool_:
+            raise TypeError(
+                f"mean: `where` must be boolean, got {checks.describe(where)}. Compare first, for "
+                "example `where=mask > 0`, or pass `weights=mask`."
+            )
+        kept = _fit("where", where, values)
+        values = jnp.where(kept, values, jnp.zeros_like(values))
+    if weights is None:
+        if kept is None:
+            return Mean(jnp.sum(values), jnp.asarray(values.size, jnp.int32))
+        return Mean(jnp.sum(values), jnp.sum(kept, dtype=jnp.int32))
+    weights = _array("weights", weights)
+    weights = _fit("weights", weights, values).astype(wide(weights.dtype))
+    if kept is not None:
+        weights = jnp.where(kept, weights, jnp.zeros_like(weights))
+    total_dtype = compat.promote(dtype, weights.dtype)
+    factor, values = weights.astype(total_dtype), values.astype(total_dtype)
+    unseen = (factor == 0) & ~jnp.isfinite(values)
+    values = jnp.where(unseen, jnp.zeros_like(values), values)
+    return Mean(jnp.sum(factor * values), jnp.sum(weights))
+
+
+def _array(name: str, x: Any) -> jax.Array:
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"mean: `{name}` must be an array of numbers, got {checks.describe(x)}."
+        ) from error
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
+        raise TypeError(
+            f"mean: `{name}` must be an array of numbers, got {checks.describe(array)}."
+        )
+    return array
+
+
+def _fit(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
+    """Broadcasts only over dimensions of size one, so that a mask never lines up by accident."""
+    fits = x.ndim in (0, values.ndim) and all(
+        a in (1, b) for a, b in zip(x.shape, values.shape, strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"mean: `{name}` must have the shape of `values` {np.shape(values)}, or 1 in some "
+            f"dimensions, got {np.shape(x)}. Add the missing axes, for example `{name}[:, None]`."
+        )
+    return jnp.broadcast_to(x, values.shape)

@@ -1,0 +1,224 @@
+"""`WindowSums`, its merge and its one division."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks
+from jaxaccum.core.mean import Mean, add, divide
+from jaxaccum.core.reducers import Addition, merge_trees, reducers_of, values_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class WindowSums:
+    """What the micro-batches of a window add up to, before the division.
+
+    Attributes:
+      grads: sums of the micro-batches' gradients; the structure and shapes of the differentiated
+        arguments, float32 or wider. Undivided for a loss of one term; with several terms each
+        term's gradient is already over its denominator (see `denominators`). Integer parameters
+        have float0 leaves, as from `jax.grad(..., allow_int=True)`.
+      loss: the undivided losses; a scalar, or the loss function's tree of them.
+      weight: the summed weights; a scalar, or the loss function's tree of them.
+      aux: the combined auxiliary outputs, still marked (`Sum`, `Mean`, …), so that they merge.
+      num_microbatches: how many micro-batches the sums hold; int32 scalar.
+      num_skipped: how many were left out because they were not finite; int32 scalar.
+      denominators: the tree of denominators that the terms' gradients were divided by, or `None`
+        where the gradients are undivided.
+      denominators_given: static; whether the caller passed them. Sums whose denominators were
+        found from their own batch do not merge.
+      grad_reducers: static; the reducer of each gradient leaf, or `None` where all are sums.
+    """
+
+    grads: Any
+    loss: Any
+    weight: Any
+    aux: Any
+    num_microbatches: jax.Array
+    num_skipped: jax.Array
+    denominators: Any = None
+    denominators_given: bool = dataclasses.field(default=False, metadata={"static": True})
+    grad_reducers: tuple[Any, ...] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+
+
+class Window(NamedTuple):
+    """The result of one window, divided once.
+
+    Attributes:
+      loss: the window's mean loss, the sum of its terms' means; float32 scalar or wider, nan where
+        nothing was counted.
+      grads: the gradient of `loss`, in the dtype in which it was summed; exactly zero where
+        nothing was counted.
+      aux: the combined auxiliary outputs as plain values; `None` without `has_aux`.
+      weight: the summed weights; a scalar, or the loss function's tree of them.
+      num_microbatches: how many micro-batches the window holds; int32 scalar.
+      num_skipped: how many were left out; int32 scalar.
+    """
+
+    loss: jax.Array
+    grads: Any
+    aux: Any
+    weight: Any
+    num_microbatches: jax.Array
+    num_skipped: jax.Array
+
+
+def merge(a: WindowSums, b: WindowSums) -> WindowSums:
+    """The sums over the micro-batches of `a` and `b` together.
+
+    `finalize(merge(a, b))` is the window over both batches: every field is added, auxiliary
+    outputs by their own reducer. `a` comes first where the order matters (`Last`, `Concat`).
+
+    Args:
+      a: sums from `accumulate`.
+      b: sums of the same loss function on another batch.
+
+    Returns:
+      The merged `WindowSums`.
+
+    Raises:
+      ValueError: the structures differ; or the loss has several terms and the sums were not made
+        with the same `denominators=`, so that their gradients stand on different scales. Where
+        the denominators are traced and differ, the merged loss and gradients are nan.
+
+    Example:
+      >>> import jaxaccum as ja
+      >>> f = ja.accumulate(lambda w, x: ja.mean(w * x), num_microbatches=1)
+      >>> a, b = f(0.0, jnp.array([1.0, 2.0, 3.0])), f(0.0, jnp.ones(7))
+      >>> print(ja.finalize(ja.merge(a, b)).grads)
+      1.3
+    """
+    for sums in (a, b):
+        if not isinstance(sums, WindowSums):
+            raise TypeError(
+                f"merge: expected two `WindowSums` from `accumulate`, got {checks.describe(sums)}."
+            )
+    _check_denominators(a, b)
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        raise ValueError(
+            f"merge: the sums have different structures, {jax.tree.structure(a)} and "
+            f"{jax.tree.structure(b)}. Make both with the same loss function and options."
+        )
+    leaves_a, tree = jax.tree.flatten(a.grads)
+    reducers = a.grad_reducers or (Addition(),) * len(leaves_a)
+    grads = [
+        x if _is_float0(x) else reducer.merge(x, y)
+        for reducer, x, y in zip(reducers, leaves_a, jax.tree.leaves(b.grads), strict=True)
+    ]
+    denominators = a.denominators
+    if denominators is not None:
+        denominators = jax.tree.map(
+            lambda x, y: jnp.where(x == y, x, jnp.nan), denominators, b.denominators
+        )
+    return dataclasses.replace(
+        a,
+        grads=jax.tree.unflatten(tree, grads),
+        loss=jax.tree.map(add, a.loss, b.loss),
+        weight=jax.tree.map(add, a.weight, b.weight),
+        aux=merge_trees(reducers_of(a.aux), a.aux, b.aux),
+        num_microbatches=add(a.num_microbatches, b.num_microbatches),
+        num_skipped=add(a.num_skipped, b.num_skipped),
+        denominators=denominators,
+    )
+
+
+def _check_denominators(a: WindowSums, b: WindowSums) -> None:
+    if a.denominators is None and b.denominators is None:
+        return
+    remedy = (
+        "Find them over all batches first, `d = ja.denominators(loss_fn, ...)` summed over the "
+        "batches, and pass `denominators=d` to each call."
+    )
+    if not (a.denominators_given and b.denominators_given):
+        raise ValueError(
+            "merge: a loss of several terms merges only if both sums were made with the same "
+            f"`denominators=`; here at least one found its own. {remedy}"
+        )
+    pairs = zip(jax.tree.leaves(a.denominators), jax.tree.leaves(b.denominators), strict=False)
+    for x, y in pairs:
+        traced = isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer)
+        if not traced and not np.array_equal(x, y):
+            raise ValueError(
+                f"merge: the sums were made with different `denominators=`, {x} and {y}. {remedy}"
+            )
+
+
+def finalize(sums: WindowSums) -> Window:
+    """Divides a window's sums, once.
+
+    `grads = sums.grads / sums.weight` and `loss = sums.loss / sums.weight` for a loss of one term;
+    for several terms the loss is the sum of each term's own mean, and the gradients, divided term
+    by term as they were summed, are taken as they are. A term of weight zero adds nothing.
+
+    Args:
+      sums: from `accumulate` or `merge`.
+
+    Returns:
+      A `Window`. Where the weight is zero the gradients are exactly zero, the loss is nan.
+
+    Raises:
+      TypeError: `sums` is not a `WindowSums`.
+    """
+    if not isinstance(sums, WindowSums):
+        raise TypeError(
+            f"finalize: expected `WindowSums` from `accumulate`, got {checks.describe(sums)}."
+        )
+    totals, weights = jax.tree.leaves(sums.loss), jax.tree.leaves(sums.weight)
+    if sums.denominators is None:
+        (total,), (weight,) = totals, weights
+        loss = Mean(total, weight).value
+        scale = weight
+    else:
+        loss = _sum_of_means(totals, weights, jax.tree.leaves(sums.denominators))
+        scale = None
+    leaves, tree = jax.tree.flatten(sums.grads)
+    reducers = sums.grad_reducers or (Addition(),) * len(leaves)
+    poison = _differing(sums.denominators)
+
+    def grad(leaf: Any, reducer: Any) -> Any:
+        if _is_float0(leaf) or not reducer.divides:
+            return leaf
+        if scale is not None:
+            return divide(leaf, scale, empty=0.0)
+        return leaf if poison is None else jnp.where(poison, jnp.nan, leaf)
+
+    return Window(
+        loss=loss,
+        grads=jax.tree.unflatten(
+            tree, [grad(leaf, r) for leaf, r in zip(leaves, reducers, strict=True)]
+        ),
+        aux=values_of(sums.aux),
+        weight=sums.weight,
+        num_microbatches=sums.num_microbatches,
+        num_skipped=sums.num_skipped,
+    )
+
+
+def _sum_of_means(totals: list[Any], weights: list[Any], denominators: list[Any]) -> jax.Array:
+    terms = []
+    for total, weight, denominator in zip(totals, weights, denominators, strict=True):
+        term = divide(total, denominator, empty=0.0)
+        terms.append(jnp.where(jnp.asarray(weight) == 0, jnp.zeros_like(term), term))
+    loss = terms[0]
+    for term in terms[1:]:
+        loss = add(loss, term)
+    all_empty = jnp.stack([jnp.asarray(w) == 0 for w in weights]).all()
+    return jnp.where(all_empty, jnp.full_like(loss, jnp.nan), loss)
+
+
+def _differing(denominators: Any) -> Any:
+    """Whether merged denominators differed; `None` where they are known to agree."""
+    if denominators is None:
+        return None
+    flags = [jnp.isnan(d) for d in jax.tree.leaves(denominators)]
+    return jnp.stack(flags).any()
+
+
+def _is_float0(x: Any) -> bool:
+    return getattr(x, "dtype", None) == jax.dtypes.float0

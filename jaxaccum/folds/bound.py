@@ -1,0 +1,342 @@
+"""A loss function bound to the arguments of one call: what is differentiated, counted, folded."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks, compat
+from jaxaccum.core.mean import add, divide
+from jaxaccum.core.reducers import (
+    Addition,
+    Concat,
+    Concatenation,
+    Mark,
+    Reducer,
+    Stack,
+    Sum,
+    reducers_of,
+)
+from jaxaccum.core.sums import WindowSums
+from jaxaccum.folds import cut
+from jaxaccum.folds.losses import Loss, stage_loss
+from jaxaccum.folds.scan import Outcome, fold
+from jaxaccum.numerics import accumulators
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked keywords of `accumulate`; see there."""
+
+    function: str
+    loss_fn: Callable[..., Any]
+    num_microbatches: int | None
+    microbatch_size: int | None
+    accumulator: accumulators.Accumulator
+    argnums: int | Sequence[int] = 0
+    has_aux: bool = False
+    skip_nonfinite: bool = False
+    grad_reducers: Any = None
+    unroll: int | bool = 1
+
+
+class Bound:
+    """The loss of one call, as a function of flat leaves.
+
+    The flat inputs of the staged loss are the inexact leaves of the differentiated arguments, the
+    micro-batch's rows, and its key. All other arguments are closed over and pass through whole.
+    """
+
+    def __init__(self, options: Options, args: Sequence[Any], key: Any, num_real: Any):
+        name = options.function
+        self.options, self.args, self.batch, self.key = options, args, args[1], key
+        self.segments = cut.segments(
+            name, self.batch, options.num_microbatches, options.microbatch_size
+        )
+        self.num_microbatches = sum(segment.num for segment in self.segments)
+        self.num_real = _num_real(name, num_real, self.num_microbatches)
+        self.positions = checks.argnums(name, options.argnums, len(args))
+        differentiated = {p: args[p] for p in self.positions if p != 1}
+        checks.arrays(name, differentiated, name="argument")
+        self.leaves, self.tree = jax.tree.flatten(differentiated)
+        self.moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
+        self._losses: dict[int, Loss] = {}
+
+    def first_loss(self) -> Loss:
+        """The staged loss on the first micro-batch's shape."""
+        grid = self.segments[0].grid(self.batch)
+        return self._loss(jnp.int32(0), cut.micro_batch(grid, 0))[0]
+
+    def _loss(self, index: Any, rows: Any) -> tuple[Loss, list[Any], list[bool]]:
+        """The staged loss, its flat inputs, and which of these are differentiated.
+
+        The user's function is traced here, once for each micro-batch shape.
+        """
+        key = None if self.key is None else jax.random.fold_in(self.key, index)
+        number = len(self.moving)
+        rest, tree = jax.tree.flatten((rows, key))
+        flat = [*self.moving, *rest]
+        size = rest[0].shape[0]
+        if size not in self._losses:
+
+            def call_fn(*inputs: Any) -> Any:
+                rows, key = jax.tree.unflatten(tree, inputs[number:])
+                args = list(self.args)
+                args[1] = rows
+                for position, value in self._rebuild(inputs[:number]).items():
+                    args[position] = value
+                return self.options.loss_fn(*args, **({} if key is None else {"key": key}))
+
+            self._losses[size] = stage_loss(
+                self.options.function, call_fn, flat, size, has_aux=self.options.has_aux
+            )
+        cut_leaves = len(jax.tree.leaves(rows)) if 1 in self.positions else 0
+        differentiated = [
+            i < number or (i < number + cut_leaves and is_inexact(x)) for i, x in enumerate(flat)
+        ]
+        return self._losses[size], flat, differentiated
+
+    def _rebuild(self, moving: Sequence[Any]) -> dict[int, Any]:
+        supply = iter(moving)
+        leaves = [next(supply) if is_inexact(x) else x for x in self.leaves]
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def count(self, kept: Any = None) -> list[jax.Array]:
+        """The summed weight of each term, by a pass stripped of the model.
+
+        Args:
+          kept: boolean for each micro-batch; only these are counted. `None`: all.
+        """
+
+        def count_fn(index: Any, rows: Any) -> Outcome:
+            loss, flat, differentiated = self._loss(index, rows)
+            weights = loss.weights_fn(self.options.function, differentiated)(flat)
+            return Outcome(weights, None if kept is None else kept[index])
+
+        return self._fold(count_fn, reducers_of_sums)
+
+    def sums(self, given: Any = None) -> WindowSums:
+        """The window's sums, over the denominators `given` or else over its own."""
+        terms = self.first_loss().terms
+        if given is not None:
+            result, _ = self._pass(_denominators(self.options.function, given, terms))
+        elif terms.num_leaves == 1:
+            result, _ = self._pass(None)
+        elif not self.options.skip_nonfinite:
+            result, _ = self._pass(self.count())
+        else:
+            result = self._repeated()
+        return dataclasses.replace(result, denominators_given=given is not None)
+
+    def _repeated(self) -> WindowSums:
+        """Leaves out of the denominators what the fold leaves out, which only the fold knows.
+
+        All micro-batches are tried first; only if one was bad, the fold runs once more over those
+        that were kept.
+        """
+        real = self.num_microbatches if self.num_real is None else self.num_real
+        kept = jnp.arange(self.num_microbatches) < real
+        result, finite = self._pass(self.count(kept), kept)
+
+        def once_more(state: Any) -> Any:
+            kept, finite, _ = state
+            kept = kept & finite
+            result, finite = self._pass(self.count(kept), kept)
+            return kept, finite, result
+
+        def some_bad(state: Any) -> Any:
+            kept, finite, _ = state
+            return (kept & ~finite).any()
+
+        result = jax.lax.while_loop(some_bad, once_more, (kept, finite, result))[2]
+        skipped = add(jnp.asarray(real, jnp.int32), -result.num_microbatches)
+        return dataclasses.replace(result, num_skipped=skipped)
+
+    def _pass(self, denominators: Any, kept: Any = None) -> tuple[WindowSums, Any]:
+        """One fold; also returns whether each micro-batch was finite, where that is asked for."""
+        skip = self.options.skip_nonfinite
+        seeds = None
+        if denominators is not None:
+            denominators = [jnp.asarray(d, compat.promote(d, jnp.float32)) for d in denominators]
+            seeds = [divide(1.0, d, empty=0.0) for d in denominators]
+
+        def micro_fn(index: Any, rows: Any) -> Outcome:
+            loss, flat, differentiated = self._loss(index, rows)
+            loss.weights_fn(self.options.function, differentiated)  # refuses what cannot be summed
+
+            def objective(moving: list[Any]) -> Any:
+                supply = iter(moving)
+                totals, weights, aux = loss(
+                    [next(supply) if d else x for x, d in zip(flat, differentiated, strict=True)]
+                )
+                value = totals[0]
+                if seeds is not None:
+                    scaled = [s * t.astype(s.dtype) for s, t in zip(seeds, totals, strict=True)]
+                    value = functools.reduce(add, scaled)
+                return value, (totals, weights, aux)
+
+            start = [x for x, d in zip(flat, differentiated, strict=True) if d]
+            grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
+            values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
+            values["num"] = jnp.int32(1)
+            if not skip:
+                return Outcome(values)
+            finite = jnp.stack([jnp.isfinite(x).all() for x in (*grads, *totals, *weights)]).all()
+            values["finite"] = finite
+            # The gradients of the batch's own rows are not carried, so they are cleared here.
+            number = len(self.moving)
+            values["grads"] = grads[:number] + [
+                jnp.where(finite, g, jnp.zeros_like(g)) for g in grads[number:]
+            ]
+            return Outcome(values, finite if kept is None else finite & kept[index])
+
+        def reducers_fn(values: Any) -> Any:
+            return {
+                **{name: reducers_of_sums(v) for name, v in values.items()},
+                "aux": reducers_of(values["aux"]),
+                "grads": self._grad_reducers(len(values["grads"])),
+                **({"finite": Stack()} if skip else {}),
+            }
+
+        out = self._fold(micro_fn, reducers_fn)
+        terms = self.first_loss().terms
+        reducers = self._grad_reducers(len(out["grads"]))
+        grads, leaf_reducers = self._gradients(
+            [r.read(g) for r, g in zip(reducers, out["grads"], strict=True)], reducers
+        )
+        run = self.num_microbatches if self.num_real is None else self.num_real
+        special = any(not isinstance(r, Addition) for r in leaf_reducers)
+        sums = WindowSums(
+            grads=grads,
+            loss=jax.tree.unflatten(terms, out["loss"]),
+            weight=jax.tree.unflatten(terms, out["weight"]),
+            aux=out["aux"],
+            num_microbatches=out["num"],
+            num_skipped=add(jnp.asarray(run, jnp.int32), -out["num"]),
+            denominators=None if seeds is None else jax.tree.unflatten(terms, denominators),
+            grad_reducers=tuple(leaf_reducers) if special else None,
+        )
+        return sums, out.get("finite")
+
+    def _fold(self, micro_fn: Any, reducers_fn: Any) -> Any:
+        return fold(
+            micro_fn,
+            self.batch,
+            self.segments,
+            reducers_fn,
+            num_real=self.num_real,
+            unroll=self.options.unroll,
+        )
+
+    # Gradient leaves: carried as a flat list, returned in the structure of `argnums`.
+
+    def _grad_reducers(self, number: int) -> list[Reducer]:
+        """The reducers of the gradient leaves; rows of the batch are concatenated."""
+        pairs = zip(self._parameter_reducers(), self.leaves, strict=True)
+        chosen = [reducer for reducer, leaf in pairs if is_inexact(leaf)]
+        return chosen + [Concatenation()] * (number - len(chosen))
+
+    def _parameter_reducers(self) -> list[Reducer]:
+        accumulator, prefix = self.options.accumulator, self.options.grad_reducers
+        if prefix is None:
+            return [accumulator] * len(self.leaves)
+
+        def spread(choice: Any, subtree: Any) -> Any:
+            if not (isinstance(choice, type) and issubclass(choice, Mark) and choice is not Concat):
+                raise TypeError(
+                    f"{self.options.function}: the leaves of `grad_reducers` must be `ja.Sum`, "
+                    f"`ja.Max`, `ja.Min` or `ja.Last`, got {checks.describe(choice)}."
+                )
+            reducer = accumulator if choice is Sum else choice.reducer
+            return jax.tree.map(lambda _: reducer, subtree)
+
+        arguments = self._select(self._rebuild(self.moving))
+        try:
+            reducers = jax.tree.map(spread, prefix, arguments)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.options.function}: `grad_reducers` must be a tree prefix of the "
+                f"gradients, {jax.tree.structure(arguments)}, got {jax.tree.structure(prefix)}."
+            ) from error
+        return jax.tree.leaves(reducers)
+
+    def _gradients(self, values: list[Any], reducers: list[Reducer]) -> tuple[Any, list[Reducer]]:
+        """The gradient tree of `argnums`, and the reducer of each of its leaves."""
+        supply = iter(zip(values, reducers, strict=True))
+
+        def place(leaf: Any) -> _Placed:
+            if not is_inexact(leaf):
+                return _Placed(np.zeros(np.shape(leaf), jax.dtypes.float0), Addition())
+            value, reducer = next(supply)
+            return _Placed(value, Addition() if isinstance(reducer, Addition) else reducer)
+
+        arguments = jax.tree.unflatten(self.tree, [place(leaf) for leaf in self.leaves])
+        if 1 in self.positions:
+            arguments[1] = jax.tree.map(place, self.batch)
+        pairs = self._select(arguments)
+        leaves, tree = jax.tree.flatten(pairs, is_leaf=lambda x: isinstance(x, _Placed))
+        return jax.tree.unflatten(tree, [p.value for p in leaves]), [p.reducer for p in leaves]
+
+    def differentiated(self) -> Any:
+        """The arguments that are differentiated, in the structure of `argnums`."""
+        return self._select(dict(enumerate(self.args)))
+
+    def _select(self, arguments: dict[int, Any]) -> Any:
+        """One tree for an int `argnums`, a tuple of trees for a sequence."""
+        trees = tuple(arguments[p] for p in self.positions if p in arguments)
+        return trees if isinstance(self.options.argnums, Sequence) else trees[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A gradient leaf beside its reducer; not a pytree, so it is a leaf."""
+
+    value: Any
+    reducer: Reducer
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether `x` is a floating or complex number, which has a gradient."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(x)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def reducers_of_sums(tree: Any) -> Any:
+    """Summation for every leaf."""
+    return jax.tree.map(lambda _: Sum.reducer, tree)
+
+
+def _num_real(function: str, value: Any, number: int) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, jax.Array):
+        if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(
+                f"{function}: `num_real` must be an integer scalar, got {checks.describe(value)}."
+            )
+        return jnp.clip(value.astype(jnp.int32), 0, number)
+    value = checks.integer(function, "num_real", value, minimum=0)
+    if value > number:
+        raise ValueError(
+            f"{function}: `num_real` is {value}, but the batch is cut into {number} micro-batches."
+        )
+    return value
+
+
+def _denominators(function: str, given: Any, terms: Any) -> list[Any]:
+    leaves, tree = jax.tree.flatten(given)
+    if tree != terms:
+        raise ValueError(
+            f"{function}: `denominators` must have the structure of the loss, {terms}, got {tree}. "
+            "`ja.denominators(loss_fn, ...)` returns it."
+        )
+    for leaf in leaves:
+        if np.shape(leaf):
+            raise ValueError(
+                f"{function}: `denominators` must be scalars, got {checks.describe(leaf)}."
+            )
+    return leaves

@@ -1,0 +1,98 @@
+"""Running the inner optimizer once per window, under one `cond`, without extra buffers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccum.core import compat
+
+
+def hand_over(
+    applying: jax.Array,
+    inner_fn: Callable[..., tuple[Any, Any]],
+    sums: Sequence[jax.Array],
+    inner_state: Any,
+    operands: Any,
+    types: Any,
+    homes: Sequence[int | None],
+) -> tuple[Any, list[jax.Array], Any]:
+    """Calls `inner_fn` where `applying` holds, and returns updates of zero elsewhere.
+
+    The sums travel through the `cond` in place, and where it is taken the updates come back in
+    their buffers. A call between windows therefore writes no buffer of zero updates and copies no
+    optimizer state; XLA fuses the selection with whatever applies the updates.
+
+    Args:
+      applying: boolean scalar.
+      inner_fn: `inner_fn(sums, inner_state, operands)` to the updates and the inner state.
+      sums: the window's sums.
+      inner_state: the state of the inner optimizer; its dtypes are kept.
+      operands: a tree of whatever else `inner_fn` reads.
+      types: the tree of the updates' `jax.ShapeDtypeStruct`s.
+      homes: for each leaf of `types` the position of the sum in whose buffer it comes back, or
+        `None` where no sum can hold it exactly.
+
+    Returns:
+      The updates; the sums, undefined where `applying` holds; the inner state.
+    """
+    wanted, tree = jax.tree.flatten(types)
+
+    def close(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
+        updates, new_state = inner_fn(sums, inner_state, operands)
+        slots, others = list(sums), []
+        for update, like, home in zip(jax.tree.leaves(updates), wanted, homes, strict=True):
+            if home is None:
+                others.append(cast(update, like))
+            else:
+                slots[home] = cast(update, like).astype(sums[home].dtype)
+        return slots, others, jax.tree.map(cast, new_state, inner_state)
+
+    def hold(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
+        others = [no_update(t) for t, home in zip(wanted, homes, strict=True) if home is None]
+        return list(sums), others, inner_state
+
+    slots, others, inner_state = jax.lax.cond(
+        applying, close, hold, list(sums), inner_state, operands
+    )
+    supply = iter(others)
+    updates = [
+        next(supply)
+        if home is None
+        else jnp.where(applying, slots[home].astype(like.dtype), no_update(like))
+        for like, home in zip(wanted, homes, strict=True)
+    ]
+    return jax.tree.unflatten(tree, updates), slots, inner_state
+
+
+def find_homes(types: Any, grads: Any, places: Sequence[int | None], sums: Any) -> list[Any]:
+    """For each update the sum of the same parameter, where its dtype and shape can hold it.
+
+    Args:
+      types: the tree of the updates' `jax.ShapeDtypeStruct`s.
+      grads: the gradient tree.
+      places: for each leaf of `grads` the position of its sum, or `None`.
+      sums: the window's sums.
+    """
+    wanted = jax.tree.leaves(types)
+    if jax.tree.structure(types) != jax.tree.structure(grads):
+        return [None] * len(wanted)
+
+    def fits(like: Any, place: int | None) -> bool:
+        if place is None or like.shape != sums[place].shape:
+            return False
+        return compat.promote(like.dtype, sums[place].dtype) == sums[place].dtype
+
+    return [p if fits(like, p) else None for like, p in zip(wanted, places, strict=True)]
+
+
+def cast(x: Any, like: Any) -> jax.Array:
+    """`x` in the dtype of `like`, without a weak type."""
+    x = jnp.asarray(x)
+    return x if x.dtype == like.dtype and not x.weak_type else x.astype(like.dtype)
+
+
+def no_update(like: Any) -> jax.Array:
+    """An update that changes no bit: minus zero, since `-0.0 + 0.0` loses the parameter's sign."""
+    return jnp.full(like.shape, -0.0 if jnp.issubdtype(like.dtype, jnp.inexact) else 0, like.dtype)

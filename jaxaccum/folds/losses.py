@@ -1,0 +1,149 @@
+"""A user's loss function, traced once per micro-batch shape and checked."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccum.core import checks, compat
+from jaxaccum.core.mean import Mean
+from jaxaccum.core.reducers import Concat, is_marked
+
+_FIX = (
+    "Return an undivided mean, so that micro-batches of different weight merge exactly: "
+    "`return ja.mean(per_token_loss, where=mask)` instead of `per_token_loss.mean()`, or "
+    "`ja.Mean(total, weight)`."
+)
+
+
+class Loss(NamedTuple):
+    """A loss function on one micro-batch shape, as a program on flat inputs.
+
+    Attributes:
+      program: from flat inputs to the terms' totals, their weights, and the auxiliary leaves.
+      terms: the tree structure of the loss; its leaves are the terms.
+      aux_tree: the tree structure of the auxiliary outputs, marks included.
+    """
+
+    program: compat.Staged
+    terms: Any
+    aux_tree: Any
+
+    def __call__(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
+        """The terms' totals, their weights, and the marked auxiliary outputs."""
+        outs, n = self.program(*flat), self.terms.num_leaves
+        return outs[:n], outs[n : 2 * n], jax.tree.unflatten(self.aux_tree, outs[2 * n :])
+
+    def weights_fn(
+        self, function: str, differentiated: Sequence[bool]
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """The part of the program that computes the weights, stripped of the model.
+
+        Raises:
+          ValueError: a weight has a derivative in one of the `differentiated` inputs.
+        """
+        n = self.terms.num_leaves
+        outputs = len(self.program.closed.out_avals)
+        pruned, used = compat.prune(self.program, [n <= i < 2 * n for i in range(outputs)])
+        moving = [d for d, u in zip(differentiated, used, strict=True) if u]
+        if any(moving):
+            paths = _paths(self.terms)
+            for path, bad in zip(paths, compat.depends(pruned, moving), strict=True):
+                if bad:
+                    raise ValueError(
+                        f"{function}: the weight of `loss{path}` has a gradient in the "
+                        "differentiated arguments, so the window's loss is not a sum over its "
+                        "micro-batches. Put `jax.lax.stop_gradient` around a weight that is meant "
+                        "as a constant; use `ja.microbatch` for a loss that is a function of "
+                        "window-wide sums."
+                    )
+        return lambda flat: pruned(*[x for x, u in zip(flat, used, strict=True) if u])
+
+
+def stage_loss(
+    function: str, call_fn: Callable[..., Any], flat: Sequence[Any], rows: int, *, has_aux: bool
+) -> Loss:
+    """Traces `call_fn(*flat)`, the user's loss, once and checks what it returns.
+
+    Args:
+      function: the public function's name, for messages.
+      call_fn: from flat inputs to the loss function's own output.
+      flat: inputs, or values of the same types.
+      rows: the rows of the micro-batch.
+      has_aux: whether `call_fn` returns `(loss, aux)`.
+
+    Raises:
+      TypeError: the loss is not made of `Mean`s of real scalars.
+      ValueError: a `Concat` output does not have one entry for each row.
+    """
+    trees: list[Any] = []
+
+    def flat_fn(*inputs: Any) -> Any:
+        loss, aux = _unpack(function, call_fn(*inputs), has_aux)
+        means, terms = jax.tree.flatten(loss, is_leaf=_is_mean)
+        trees[:] = [terms, jax.tree.structure(aux)]
+        return [m.total for m in means], [m.weight for m in means], aux
+
+    program = compat.stage(flat_fn, *flat)
+    terms, aux_tree = trees
+    totals, weights, aux = program.out_shape
+    for path, total, weight in zip(_paths(terms), totals, weights, strict=True):
+        if total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
+            raise TypeError(
+                f"{function}: the total of `loss{path}` must be a real floating scalar, got "
+                f"{checks.describe(total)}. Sum it: `ja.Mean(jnp.sum(values), weight)`."
+            )
+        real = jnp.issubdtype(weight.dtype, jnp.number) or weight.dtype == jnp.bool_
+        if weight.shape or not real or jnp.issubdtype(weight.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{function}: the weight of `loss{path}` must be a real scalar, got "
+                f"{checks.describe(weight)}. Sum it: `ja.Mean(total, jnp.sum(mask))`."
+            )
+    for path, mark in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_marked):
+        for leaf in jax.tree.leaves(mark) if isinstance(mark, Concat) else ():
+            if leaf.shape[:1] != (rows,):
+                raise ValueError(
+                    f"{function}: `aux{jax.tree_util.keystr(path)}` is marked `ja.Concat`, so its "
+                    f"axis 0 must be the micro-batch's {rows} rows, got {checks.describe(leaf)}."
+                )
+    return Loss(program, terms, aux_tree)
+
+
+def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
+    loss, aux = out, None
+    if has_aux:
+        if not (isinstance(out, tuple | list) and len(out) == 2):
+            raise TypeError(
+                f"{function}: with `has_aux=True` the loss function must return `(loss, aux)`, "
+                f"got {_say(out)}."
+            )
+        loss, aux = out
+    leaves = jax.tree_util.tree_leaves_with_path(
+        loss, is_leaf=lambda x: x is None or is_marked(x)
+    )
+    for path, leaf in leaves:
+        if not _is_mean(leaf):
+            hint = "" if has_aux or not path else " For auxiliary outputs pass `has_aux=True`."
+            raise TypeError(
+                f"{function}: the loss function must return a `ja.Mean`, or a dict or tuple of "
+                f"them, but `loss{jax.tree_util.keystr(path)}` is {_say(leaf)}, and by what it "
+                f"was divided cannot be known. {_FIX}{hint}"
+            )
+    if not leaves:
+        raise TypeError(f"{function}: the loss function returned {_say(loss)}. {_FIX}")
+    return loss, aux
+
+
+def _paths(terms: Any) -> list[str]:
+    tree = jax.tree.unflatten(terms, range(terms.num_leaves))
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _is_mean(node: Any) -> bool:
+    return isinstance(node, Mean)
+
+
+def _say(x: Any) -> str:
+    text = checks.describe(x)
+    return text if hasattr(x, "dtype") else f"{text} of type {type(x).__name__}"

@@ -1,0 +1,185 @@
+"""The fold over the micro-batches of a window: the one loop of the library."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxaccum.core import checks, compat
+from jaxaccum.core.reducers import Concatenation, Reducer
+from jaxaccum.folds import cut
+
+
+class Outcome(NamedTuple):
+    """What one micro-batch hands to the fold.
+
+    Attributes:
+      values: a tree of arrays; the function's reducers say how each leaf is combined.
+      keep: whether its carried values count; a boolean scalar, or `None` for always.
+    """
+
+    values: Any
+    keep: jax.Array | None = None
+
+
+def fold(
+    micro_fn: Callable[[Any, Any], Outcome],
+    batch: Any,
+    segments: Sequence[cut.Segment],
+    reducers_fn: Callable[[Any], Any],
+    *,
+    num_real: Any = None,
+    unroll: int | bool = 1,
+) -> Any:
+    """Runs `micro_fn(index, rows)` on every micro-batch and combines its values.
+
+    The function is traced once for each segment, that is for each micro-batch shape. The first
+    result starts the carry where nothing loops over it, so a window of one micro-batch has neither
+    a loop nor a buffer of zeros.
+
+    Args:
+      micro_fn: from the micro-batch's int32 index and its rows to an `Outcome`.
+      batch: a tree of arrays, rows along axis 0.
+      segments: from `cut.segments`.
+      reducers_fn: from the tree of values (shapes and dtypes) to the tree of their reducers.
+      num_real: how many of the micro-batches run, the first ones; may be traced. `None`: all.
+      unroll: as in `jax.lax.scan`.
+
+    Returns:
+      The tree of values, with carries in place of the leaves that are carried.
+    """
+    carry: list[Any] | None = None
+    emitted: list[list[jax.Array]] = []
+    reducers: list[Reducer] = []
+    shapes, offset = None, 0
+    for segment in segments:
+        leaves, grid_tree = jax.tree.flatten(segment.grid(batch))
+
+        def run(index: Any, *flat: Any, grid_tree: Any = grid_tree) -> Outcome:
+            rows = cut.micro_batch(jax.tree.unflatten(grid_tree, flat), index[0])
+            return micro_fn(index[0] + index[1], rows)
+
+        staged = compat.stage(run, (jnp.int32(0), jnp.int32(0)), *leaves)
+        reducers = jax.tree.leaves(reducers_fn(staged.out_shape.values))
+        if shapes is not None:
+            _check_alike(shapes, staged.out_shape.values, reducers)
+        shapes = staged.out_shape.values
+        guarded = staged.out_shape.keep is not None
+        body = _Body(staged, leaves, offset, reducers, guarded)
+        if segment.num == 1 and num_real is None:
+            carry, ys = body.once(carry)
+        else:
+            if carry is None:
+                carry = body.empty()
+            carry, ys = body.loop(carry, segment.num, num_real, unroll)
+        emitted.append(ys)
+        offset += segment.num
+    carried = iter(carry or [])
+    stacks = iter(zip(*emitted, strict=True))
+    results = [
+        reducer.gather(next(stacks)) if reducer.emits else next(carried) for reducer in reducers
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _check_alike(first: Any, second: Any, reducers: Sequence[Reducer]) -> None:
+    """Micro-batches of different size must agree in all that is not per example."""
+    if jax.tree.structure(first) != jax.tree.structure(second):
+        raise ValueError(
+            "accumulate: the outputs of the loss function have the structure "
+            f"{jax.tree.structure(first)} for one micro-batch size and "
+            f"{jax.tree.structure(second)} for another. Return the same structure for both."
+        )
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(second), reducers, strict=True
+    )
+    for (path, a), b, reducer in pairs:
+        if isinstance(reducer, Concatenation):
+            alike = a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
+        else:
+            alike = a.shape == b.shape and a.dtype == b.dtype
+        if not alike:
+            raise ValueError(
+                f"accumulate: output {jax.tree_util.keystr(path)} is {checks.describe(a)} for one "
+                f"micro-batch size and {checks.describe(b)} for another, so it cannot be combined. "
+                "Wrap per-example outputs in `ja.Concat`, sums in `ja.Sum`, or let the batch "
+                "divide evenly."
+            )
+
+
+class _Body(NamedTuple):
+    """The micro-step of one segment."""
+
+    staged: compat.Staged
+    leaves: list[jax.Array]
+    offset: int
+    reducers: list[Reducer]
+    guarded: bool
+
+    def _values(self, index: Any) -> tuple[list[Any], list[Any], Any]:
+        outs = self.staged(index, jnp.int32(self.offset), *self.leaves)
+        keep = outs.pop() if self.guarded else None
+        carried = [v for v, r in zip(outs, self.reducers, strict=True) if not r.emits]
+        emitted = [v for v, r in zip(outs, self.reducers, strict=True) if r.emits]
+        return carried, emitted, keep
+
+    def _carriers(self) -> list[Reducer]:
+        return [r for r in self.reducers if not r.emits]
+
+    def _avals(self, *, emits: bool) -> list[Any]:
+        avals = self.staged.closed.out_avals[: len(self.reducers)]
+        return [a for a, r in zip(avals, self.reducers, strict=True) if r.emits == emits]
+
+    def empty(self) -> list[Any]:
+        return [
+            r.empty(aval)
+            for r, aval in zip(self._carriers(), self._avals(emits=False), strict=True)
+        ]
+
+    def once(self, carry: list[Any] | None) -> tuple[list[Any], list[jax.Array]]:
+        """One micro-batch without a loop."""
+        carried, emitted, keep = self._values(jnp.int32(0))
+        if carry is None and keep is None:
+            carry = [r.start(v) for r, v in zip(self._carriers(), carried, strict=True)]
+        else:
+            carry = self._fold(self.empty() if carry is None else carry, carried, keep)
+        return carry, [y[None] for y in emitted]
+
+    def loop(
+        self, carry: list[Any], num: int, num_real: Any, unroll: int | bool
+    ) -> tuple[list[Any], list[jax.Array]]:
+        def step(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
+            carried, emitted, keep = self._values(index)
+            return self._fold(carry, carried, keep), emitted
+
+        if num_real is None:
+            return lax.scan(step, carry, jnp.arange(num, dtype=jnp.int32), unroll=unroll)
+
+        # A trip count that is data cannot be a scan: the same step under `fori_loop`, which
+        # writes what a scan would have stacked.
+        def write(index: Any, state: Any) -> Any:
+            carry, buffers = state
+            carry, emitted = step(carry, index)
+            buffers = [
+                lax.dynamic_update_index_in_dim(b, y, index, axis=0)
+                for b, y in zip(buffers, emitted, strict=True)
+            ]
+            return carry, buffers
+
+        avals = self._avals(emits=True)
+        buffers = [
+            jnp.broadcast_to(compat.filled(aval, aval.dtype), (num, *aval.shape)) for aval in avals
+        ]
+        trips = jnp.clip(jnp.asarray(num_real, jnp.int32) - self.offset, 0, num)
+        return lax.fori_loop(0, trips, write, (carry, buffers))
+
+    def _fold(self, carry: list[Any], values: list[Any], keep: Any) -> list[Any]:
+        folded = [
+            r.fold(c, v) for r, c, v in zip(self._carriers(), carry, values, strict=True)
+        ]
+        if keep is None:
+            return folded
+        # Selected, not multiplied: a nan in a dropped micro-batch reaches nothing.
+        return jax.tree.map(lambda new, old: jnp.where(keep, new, old), folded, carry)

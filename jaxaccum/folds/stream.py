@@ -1,0 +1,434 @@
+"""The streaming transformation: a window over many calls of `update`."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxaccum.core import checks
+from jaxaccum.core.mean import Mean, divide
+from jaxaccum.folds.bound import is_inexact
+from jaxaccum.folds.handover import cast, find_homes, hand_over
+from jaxaccum.folds.stream_state import MultiStepsState
+from jaxaccum.numerics import accumulators
+
+_WEIGHTS = accumulators.compensated()
+
+
+class until_weight(NamedTuple):  # noqa: N801 - reads as a function, `every=until_weight(524_288)`
+    """Closes a `multi_steps` window when it holds at least `target` weight (tokens).
+
+    Attributes:
+      target: the least weight of a window; a number, or a function from the optimizer step (int32
+        scalar, read at the window's start) to one.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> tx = ja.multi_steps(optax.sgd(1.0), ja.until_weight(5))
+      >>> state = tx.init(jnp.float32(0))
+      >>> for tokens in (3, 1, 4):
+      ...     _, state = tx.update(jnp.float32(1), state, weight=tokens)
+      >>> print(ja.has_updated(state))
+      True
+    """
+
+    target: Any
+
+
+def multi_steps(
+    inner: optax.GradientTransformation,
+    every: int | Callable[[jax.Array], Any] | until_weight,
+    *,
+    accumulator: accumulators.Accumulator | None = None,
+    skip_nonfinite: bool = False,
+    mean_args: Sequence[str] = ("value",),
+    grad_args: Sequence[str] = ("grad",),
+    normalize: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs `inner` once per window of `every` micro-steps, on the window's mean gradient.
+
+    A micro-step adds `grad_sum` and `weight` to the state and returns zero updates. The
+    micro-step that closes the window hands `grad_sum / weight` to `inner` and resets the sums.
+    `optax.MultiSteps` averages unweighted means, and runs `inner` in every micro-step only to
+    throw its result away in all but one.
+
+    Donate the state (and the parameters) to the jitted function that calls `update`: then the
+    sums are added in place.
+
+    Args:
+      inner: the optimizer; it sees the gradient of the large batch, and its step counts windows.
+      every: micro-steps per window: a static int; or a function from the optimizer step (int32
+        scalar) to an integer scalar, read at the window's start; or `until_weight(target)`.
+      accumulator: how the gradient sums are carried; float32 by default.
+      skip_nonfinite: leaves out every micro-step whose gradient or weight is not finite. It does
+        not advance the window: the next micro-step takes its place.
+      mean_args: names of extra arguments that may be given as `ja.Mean`; `inner` receives their
+        mean over the window.
+      grad_args: names of extra arguments that are gradients (line searches take `grad=`); `inner`
+        receives the window's mean gradient instead.
+      normalize: whether to divide by the weight; `False` hands on the sums.
+
+    Returns:
+      A transformation. Its `update(grad_sum, state, params=None, *, weight=1, **extra_args)` takes
+      the undivided gradients of one micro-batch (any inexact dtype) and their weight, a real
+      scalar. With the default weight the gradients are means that count equally. Updates have the
+      dtype that `inner` gives for the gradient's own dtype; between windows they are zero. A
+      window that closes with a weight of zero is dropped: `inner` does not run.
+
+    Raises:
+      TypeError: `inner` or `every` has the wrong type.
+      ValueError: `every` is less than 1, or the gradients do not match the state.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> tx = ja.multi_steps(optax.sgd(1.0), 2)
+      >>> state = tx.init(jnp.float32(0))
+      >>> updates, state = tx.update(jnp.float32(6), state, weight=3)
+      >>> updates, state = tx.update(jnp.float32(7), state, weight=7)
+      >>> print(updates)
+      -1.3
+    """
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            "multi_steps: `inner` must be an `optax.GradientTransformation`, got "
+            f"{checks.describe(inner)}."
+        )
+    if accumulator is None:
+        accumulator = accumulators.plain()
+    if not isinstance(accumulator, accumulators.Accumulator):
+        raise TypeError(
+            "multi_steps: `accumulator` must come from `ja.accumulators`, got "
+            f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
+        )
+    if isinstance(every, until_weight):
+        target = every.target
+        if not callable(target) and not target > 0:
+            raise ValueError(f"multi_steps: `until_weight` needs a target above 0, got {target}.")
+    elif not callable(every):
+        every = checks.integer("multi_steps", "every", every)
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: Any) -> MultiStepsState:
+        checks.arrays("multi_steps", params, name="params")
+
+        def carry(leaf: Any) -> Any:
+            # A window of one micro-step needs no buffer, nor does what has no gradient.
+            bare = _is_one(every) or not is_inexact(leaf)
+            return None if bare else accumulator.empty(jax.typeof(jnp.asarray(leaf)))
+
+        return MultiStepsState(
+            micro_step=jnp.zeros((), jnp.int32),
+            optimizer_step=jnp.zeros((), jnp.int32),
+            num_skipped=jnp.zeros((), jnp.int32),
+            num_empty=jnp.zeros((), jnp.int32),
+            updated=jnp.zeros((), jnp.bool_),
+            weight_carry=_no_weight(),
+            grad_carry=jax.tree.map(carry, params),
+            mean_args={name: _no_mean() for name in mean_args},
+            # Some optimizers keep the parameters themselves: donating both would free them twice.
+            inner_state=jax.tree.map(_own_buffer, inner.init(params)),
+        )
+
+    def update_fn(
+        updates: Any,
+        state: MultiStepsState,
+        params: Any = None,
+        *,
+        weight: Any = None,
+        flush: bool = False,
+        **extra_args: Any,
+    ) -> tuple[Any, MultiStepsState]:
+        if not isinstance(state, MultiStepsState):
+            raise TypeError(
+                f"multi_steps: `state` must come from `init`, got {type(state).__name__}."
+            )
+        leaves, tree = jax.tree.flatten(updates)
+        carries = _carries(updates, state)
+        means, extra_args = _split_extra_args(extra_args, mean_args, every_mean=flush)
+        ordinals = itertools.count()
+        places = [next(ordinals) if is_inexact(g) else None for g in leaves]
+        grads = [jnp.asarray(g) for g, p in zip(leaves, places, strict=True) if p is not None]
+
+        def run_inner(grads: Sequence[Any], values: Any, inner_state: Any, params: Any) -> Any:
+            # Integer parameters have no gradient (float0); optimizers expect an array.
+            whole = [
+                jnp.zeros(np.shape(g), jnp.int32) if p is None else grads[p]
+                for g, p in zip(leaves, places, strict=True)
+            ]
+            mean_grads = jax.tree.unflatten(tree, whole)
+            named = {**extra_args, **values}
+            named |= {name: mean_grads for name in grad_args if name in named}
+            return inner.update(mean_grads, inner_state, params, **named)
+
+        samples = {name: jnp.zeros((), jnp.float32) for name in means}
+        types = jax.eval_shape(run_inner, grads, samples, state.inner_state, params)[0]
+
+        if _is_one(every) and weight is None and not (skip_nonfinite or flush):
+            # Without accumulation the gradients reach the optimizer untouched.
+            values = {name: mean.value for name, mean in means.items()}
+            new_updates, inner_state = run_inner(grads, values, state.inner_state, params)
+            return new_updates, state._replace(
+                optimizer_step=optax.safe_increment(state.optimizer_step),
+                updated=jnp.ones((), jnp.bool_),
+                inner_state=jax.tree.map(cast, inner_state, state.inner_state),
+            )
+
+        # The window with this micro-step in it, unless that is skipped.
+        window = _Window(carries, state.weight_carry, state.mean_args)
+        keep = jnp.asarray(not flush)
+        if not flush:
+            larger = window.fold(accumulator, grads, _limbs(weight), means)
+            if skip_nonfinite:
+                keep = _all_finite([*grads, larger.weight.total])
+                larger = larger.select(keep, window)
+            window = larger
+        micro_step = state.micro_step + keep.astype(jnp.int32)
+        if flush:
+            closing = micro_step > 0
+        else:
+            closing = keep & _is_full(every, micro_step, window.weight, state.optimizer_step)
+        applying = closing & ~window.is_empty()
+
+        def inner_fn(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
+            window, params = operands
+            window = window.with_sums(sums)
+            mean = [accumulator.read(c) for c in window.carries]
+            if normalize:
+                mean = [divide(g, accumulators.read(window.weight), empty=0.0) for g in mean]
+            values = {name: window.means[name].value for name in means}
+            return run_inner(mean, values, inner_state, params)
+
+        sums = window.sums()
+        new_updates, sums, inner_state = hand_over(
+            applying,
+            inner_fn,
+            sums,
+            state.inner_state,
+            (window.without_sums(), params),
+            types,
+            find_homes(types, updates, places, sums),
+        )
+        window = window.with_sums(sums)
+        window = jax.tree.map(lambda x: jnp.where(closing, jnp.zeros_like(x), x), window)
+        return new_updates, MultiStepsState(
+            micro_step=jnp.where(closing, 0, micro_step),
+            optimizer_step=_count(state.optimizer_step, applying),
+            num_skipped=_count(state.num_skipped, ~keep & (not flush)),
+            num_empty=_count(state.num_empty, closing & ~applying),
+            updated=applying,
+            weight_carry=window.weight,
+            grad_carry=_rebuild(window.carries, state, updates),
+            mean_args=window.means,
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Window(NamedTuple):
+    """What the open window holds: carries of the inexact gradients, weight, averaged arguments."""
+
+    carries: list[Any]
+    weight: accumulators.Compensated
+    means: dict[str, Mean]
+
+    def fold(
+        self,
+        accumulator: accumulators.Accumulator,
+        grads: Sequence[jax.Array],
+        weight: accumulators.Compensated,
+        means: dict[str, Mean],
+    ) -> "_Window":
+        """The window with one more micro-step."""
+        carries = [
+            accumulator.start(g) if c is None else accumulator.fold(c, g)
+            for c, g in zip(self.carries, grads, strict=True)
+        ]
+        sums = {n: old + means[n] if n in means else old for n, old in self.means.items()}
+        return _Window(carries, _WEIGHTS.merge(self.weight, weight), sums)
+
+    def select(self, keep: jax.Array, other: "_Window") -> "_Window":
+        """This window where `keep` holds, `other` elsewhere."""
+
+        def choose(new: Any, old: Any) -> Any:
+            if old is None:
+                return new
+            return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
+
+        return _Window(
+            [choose(a, b) for a, b in zip(self.carries, other.carries, strict=True)],
+            choose(self.weight, other.weight),
+            choose(self.means, other.means),
+        )
+
+    def is_empty(self) -> jax.Array:
+        """Whether the window holds no weight at all."""
+        return (self.weight.total == 0) & (self.weight.error == 0)
+
+    # The first array of each carry is the sum itself; `hand_over` lends its buffer.
+
+    def sums(self) -> list[jax.Array]:
+        return [jax.tree.leaves(c)[0] for c in self.carries]
+
+    def without_sums(self) -> "_Window":
+        return self.with_sums([None] * len(self.carries))
+
+    def with_sums(self, sums: Sequence[Any]) -> "_Window":
+        carries = []
+        for carry, total in zip(self.carries, sums, strict=True):
+            leaves, tree = jax.tree.flatten(carry, is_leaf=lambda x: x is None)
+            carries.append(jax.tree.unflatten(tree, [total, *leaves[1:]]))
+        return self._replace(carries=carries)
+
+
+def _is_full(
+    every: Any, micro_step: jax.Array, weight: accumulators.Compensated, optimizer_step: jax.Array
+) -> jax.Array:
+    """Whether the window that holds `micro_step` micro-steps and `weight` closes."""
+    if not isinstance(every, until_weight):
+        return micro_step >= _window_length(every, optimizer_step)
+    target = every.target(optimizer_step) if callable(every.target) else every.target
+    goal = _limbs(target)
+    return (weight.total - goal.total) + (weight.error - goal.error) >= 0
+
+
+def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
+
+
+def _count(number: jax.Array, happened: Any) -> jax.Array:
+    return jnp.where(happened, optax.safe_increment(number), number)
+
+
+def _window_length(every: Any, optimizer_step: jax.Array) -> Any:
+    if not callable(every):
+        return every
+    length = jnp.asarray(every(optimizer_step))
+    if length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
+        raise TypeError(
+            "multi_steps: `every`, called with the optimizer step, must return an integer scalar, "
+            f"got {checks.describe(length)}. Round it: `jnp.int32(...)`."
+        )
+    return length
+
+
+def _is_one(every: Any) -> bool:
+    return isinstance(every, int) and every == 1
+
+
+def _carries(updates: Any, state: MultiStepsState) -> list[Any]:
+    """The carry of each inexact gradient leaf, after checking that the trees match."""
+    held, held_tree = jax.tree.flatten(state.grad_carry, is_leaf=_is_carry)
+    given, given_tree = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+    remedy = "Pass gradients of the parameters that `init` saw."
+    if held_tree != given_tree:
+        raise ValueError(
+            f"multi_steps: `updates` has the tree structure {given_tree}, but the state was made "
+            f"for {held_tree}. {remedy}"
+        )
+    bare = all(carry is None for carry in held)
+    carries = []
+    for (path, grad), carry in zip(
+        jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None),
+        held,
+        strict=True,
+    ):
+        if grad is None or not is_inexact(grad):
+            continue
+        expected = None if carry is None else np.shape(accumulators.read(carry))
+        if not bare and np.shape(grad) != expected:
+            raise ValueError(
+                f"multi_steps: `updates{jax.tree_util.keystr(path)}` is {checks.describe(grad)}, "
+                f"but the state holds a sum of shape {expected}. {remedy}"
+            )
+        carries.append(carry)
+    return carries
+
+
+def _rebuild(carries: Sequence[Any], state: MultiStepsState, updates: Any) -> Any:
+    """The carry tree of the state with new carries in the places of inexact gradients."""
+    held, tree = jax.tree.flatten(state.grad_carry, is_leaf=_is_carry)
+    given = jax.tree.leaves(updates, is_leaf=lambda x: x is None)
+    supply = iter(carries)
+    new = []
+    for old, grad in zip(held, given, strict=True):
+        carry = next(supply) if grad is not None and is_inexact(grad) else old
+        new.append(None if old is None else carry)
+    return jax.tree.unflatten(tree, new)
+
+
+def _is_carry(x: Any) -> bool:
+    return x is None or isinstance(x, accumulators.Compensated)
+
+
+def _split_extra_args(
+    extra_args: dict[str, Any], mean_args: Sequence[str], *, every_mean: bool
+) -> tuple[dict[str, Mean], dict[str, Any]]:
+    """The extra arguments that are averaged over the window, and the others."""
+    means, others = {}, {}
+    for name, value in extra_args.items():
+        if not isinstance(value, Mean):
+            others[name] = value
+            continue
+        if name not in mean_args:
+            raise TypeError(
+                f"multi_steps: the extra argument `{name}` is a `ja.Mean`, but `mean_args` names "
+                f"only {tuple(mean_args)}. Add it, `mean_args=({', '.join(map(repr, [*mean_args, name]))},)`, "
+                "or pass its `.value`."
+            )
+        if np.shape(value.total) or np.shape(value.weight):
+            raise ValueError(
+                f"multi_steps: the extra argument `{name}` must be a `ja.Mean` of scalars, got "
+                f"{checks.describe(value.total)}."
+            )
+        dtype = _no_mean().total.dtype
+        means[name] = Mean(jnp.asarray(value.total, dtype), jnp.asarray(value.weight, dtype))
+    if every_mean:
+        means |= {name: _no_mean() for name in mean_args if name not in extra_args}
+    return means, others
+
+
+def _limbs(weight: Any) -> accumulators.Compensated:
+    """A weight as an exact pair of floats: integers to 2**48, fractions to twice the precision."""
+    dtype = _no_weight().total.dtype
+    if weight is None:
+        weight = 1
+    if isinstance(weight, Mean) or len(jax.tree.leaves(weight)) != 1 or np.shape(weight):
+        raise TypeError(
+            f"multi_steps: `weight` must be a real scalar, got {checks.describe(weight)}."
+        )
+    if isinstance(weight, jax.Array):
+        if jnp.issubdtype(weight.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"multi_steps: `weight` must be a real scalar, got {checks.describe(weight)}."
+            )
+        if not jnp.issubdtype(weight.dtype, jnp.integer):
+            high = weight.astype(dtype)
+            return accumulators.Compensated(high, jnp.zeros_like(high))
+        low = weight & 0xFFFF
+        return _WEIGHTS.fold(_WEIGHTS.start((weight - low).astype(dtype)), low.astype(dtype))
+    high = np.asarray(weight, dtype)
+    low = np.float64(weight) - np.float64(high)
+    return accumulators.Compensated(jnp.asarray(high), jnp.asarray(low, dtype))
+
+
+def _no_weight() -> accumulators.Compensated:
+    """Zero, in float64 where it is enabled."""
+    dtype = jnp.result_type(float)
+    return accumulators.Compensated(jnp.zeros((), dtype), jnp.zeros((), dtype))
+
+
+def _no_mean() -> Mean:
+    dtype = jnp.result_type(float)
+    return Mean(jnp.zeros((), dtype), jnp.zeros((), dtype))
+
+
+def _own_buffer(x: Any) -> jax.Array:
+    """A copy without a weak type, which a branch or a scan could not keep."""
+    x = jnp.array(x, copy=True)
+    weak = getattr(x, "weak_type", False)
+    return jax.lax.convert_element_type(x, x.dtype) if weak else x

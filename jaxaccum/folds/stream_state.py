@@ -1,0 +1,132 @@
+"""The state of `multi_steps`, and what can be asked of it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxaccum.core import checks
+from jaxaccum.core.mean import Mean
+from jaxaccum.numerics import accumulators
+
+
+class MultiStepsState(NamedTuple):
+    """The state of `multi_steps`; every field is an array or a tree of arrays.
+
+    Attributes:
+      micro_step: how many micro-steps the open window holds; int32 scalar.
+      optimizer_step: how many optimizer steps were applied; int32 scalar.
+      num_skipped: how many micro-steps were skipped so far, over the state's lifetime; int32.
+      num_empty: how many windows closed without any weight; int32 scalar.
+      updated: whether the last call applied an optimizer step; boolean scalar.
+      weight_carry: the open window's weight as a `Compensated` pair of floats; see `weight`.
+      grad_carry: the open window's gradient sums as the accumulator carries them; see `grad_sum`.
+      mean_args: the undivided means of the extra arguments that are averaged, by name.
+      inner_state: the state of the inner optimizer.
+    """
+
+    micro_step: jax.Array
+    optimizer_step: jax.Array
+    num_skipped: jax.Array
+    num_empty: jax.Array
+    updated: jax.Array
+    weight_carry: accumulators.Compensated
+    grad_carry: Any
+    mean_args: dict[str, Mean]
+    inner_state: Any
+
+    @property
+    def grad_sum(self) -> Any:
+        """The open window's undivided gradients: one array per parameter, float32 or wider.
+
+        Parameters without a gradient (integers) have `None`; a window of one micro-step carries
+        nothing and has `None` throughout.
+        """
+        return accumulators.read(self.grad_carry)
+
+    @property
+    def weight(self) -> Any:
+        """The open window's weight, a float scalar.
+
+        Outside of `jit` it is read from both limbs as a NumPy float64, exact for integers far past
+        2**24; inside it is the rounded sum.
+        """
+        total, error = self.weight_carry
+        readable = all(
+            not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+            for x in (total, error)
+        )
+        return np.float64(total) + np.float64(error) if readable else total
+
+
+def find_state(function: str, state: Any) -> MultiStepsState:
+    """The one `MultiStepsState` in an optimizer state, however deeply it is nested."""
+    found = [
+        leaf
+        for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MultiStepsState))
+        if isinstance(leaf, MultiStepsState)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{function}: expected a state that holds one `multi_steps` state, found "
+            f"{len(found)} in {checks.describe(state) if not found else type(state).__name__}. "
+            "Pass the part of the state that belongs to one `multi_steps`."
+        )
+    return found[0]
+
+
+def has_updated(state: Any) -> jax.Array:
+    """Whether the last call of `multi_steps`' `update` applied an optimizer step.
+
+    False before the first step, between windows, after a skipped micro-step, and after a window
+    that held no weight. `optax.MultiSteps.has_updated` infers it from the position and is true
+    after a skipped micro-step at a window's start.
+
+    Args:
+      state: a `multi_steps` state, alone or inside the state of `optax.chain` and the like.
+
+    Returns:
+      A boolean scalar.
+
+    Raises:
+      ValueError: the state holds no `multi_steps` state, or several.
+    """
+    return find_state("has_updated", state).updated
+
+
+def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    """Applies a partial window, divided by the weight that it really holds.
+
+    For the end of an epoch: the last window may hold fewer micro-steps than `every`. Where the
+    open window is empty nothing changes and the updates are zero. Works inside `jit`.
+    `optax.MultiSteps` has no such call: its last partial window is lost or leaks into the next
+    epoch.
+
+    Args:
+      tx: the `multi_steps` transformation, alone or inside `optax.chain` and the like; other
+        members of a chain see gradients of zero.
+      state: its state.
+      params: the parameters, as for `update`.
+      **extra_args: extra arguments of the inner optimizer. The window's means of those named in
+        `mean_args` are passed on by themselves.
+
+    Returns:
+      `(updates, state)`, as from `tx.update`.
+
+    Raises:
+      ValueError: the state holds no `multi_steps` state, or several.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> tx = ja.multi_steps(optax.sgd(1.0), 4)
+      >>> state = tx.init(jnp.float32(0))
+      >>> for grad in (2.0, 4.0):
+      ...     _, state = tx.update(jnp.float32(grad), state)
+      >>> updates, state = ja.flush(tx, state)
+      >>> print(updates, ja.has_updated(state))
+      -3.0 True
+    """
+    inner = find_state("flush", state)
+    like = params if params is not None else inner.grad_sum
+    zeros = jax.tree.map(jax.numpy.zeros_like, like)
+    return tx.update(zeros, state, params, flush=True, **extra_args)

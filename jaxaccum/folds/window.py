@@ -1,0 +1,254 @@
+"""One window inside a step: `accumulate`, `value_and_grad`, `denominators`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccum.core import checks
+from jaxaccum.core.sums import WindowSums, finalize
+from jaxaccum.folds import cut
+from jaxaccum.folds.bound import Bound, Options, is_inexact
+from jaxaccum.numerics import accumulators
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    *,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    accumulator: accumulators.Accumulator | None = None,
+    skip_nonfinite: bool = False,
+    grad_reducers: Any = None,
+    unroll: int | bool = 1,
+) -> Callable[..., WindowSums]:
+    """Sums gradients, losses and weights over the micro-batches of a batch, undivided.
+
+    `grads = sum_k grad(total_k)`, `loss = sum_k total_k`, `weight = sum_k weight_k` over the
+    micro-batches `k`, where `loss_fn` returns `Mean(total_k, weight_k)`. `finalize` divides.
+    `optax.microbatch` sums in the gradient's dtype and knows no weights.
+
+    A loss of several terms, each with its own denominator, is exact in one accumulator: a first
+    pass, stripped of the model, finds the denominators `D`, and `grads = sum_k sum_t
+    grad(total_kt) / D_t`.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, *args)` on one micro-batch; returns a `Mean` or a dict or
+        tuple of `Mean`s, with `has_aux` also auxiliary outputs. With `key=` it is called with the
+        keyword `key` as well.
+      num_microbatches: how many micro-batches; the first `B % num_microbatches` hold one row more.
+      microbatch_size: the rows of a micro-batch; the last may be shorter. Exactly one of the two.
+      argnums: the positional arguments to differentiate, as in `jax.grad`; 1 is the batch, whose
+        gradient comes back in the batch's row order.
+      has_aux: whether `loss_fn` returns `(loss, aux)`. Leaves of `aux` are combined by their
+        marks: `Mean`, `Sum`, `Max`, `Min`, `Last`, `Concat`; a bare array is stacked along a new
+        leading axis of micro-batches.
+      accumulator: how the gradient sums are carried; float32 by default.
+      skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
+        loss or gradient is not finite; the window is shorter by it. What is stacked or
+        concatenated is kept as it came.
+      grad_reducers: for gradient leaves that are not sums (FP8 scaling state): a tree prefix of
+        the gradients with `ja.Sum`, `ja.Max`, `ja.Min` or `ja.Last` as leaves.
+      unroll: as in `jax.lax.scan`.
+
+    Returns:
+      `f(params, batch, *args, key=None, num_real=None, denominators=None)`, which returns
+      `WindowSums`. `key` is a PRNG key, folded with the micro-batch's index. `num_real`, an int
+      that may be traced, runs only the first so many micro-batches without recompilation.
+      `denominators`, a number for each loss term, replaces the terms' own.
+
+    Raises:
+      TypeError: an option has the wrong type, or `loss_fn` returns something else than means.
+      ValueError: the batch cannot be cut, or a weight depends on the parameters.
+
+    Example:
+      >>> import jaxaccum as ja
+      >>> f = ja.accumulate(lambda w, x: ja.mean(w * x), num_microbatches=2)
+      >>> sums = f(jnp.float32(0), jnp.array([1.0, 2.0, 3.0]))
+      >>> print(sums.grads, sums.weight, ja.finalize(sums).grads)
+      6.0 3 2.0
+    """
+    options = _options(
+        "accumulate",
+        loss_fn,
+        num_microbatches,
+        microbatch_size,
+        argnums=argnums,
+        has_aux=has_aux,
+        accumulator=accumulator,
+        skip_nonfinite=skip_nonfinite,
+        grad_reducers=grad_reducers,
+        unroll=unroll,
+    )
+
+    def accumulate_fn(
+        params: Any,
+        batch: Any,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        denominators: Any = None,
+    ) -> WindowSums:
+        return Bound(options, (params, batch, *args), key, num_real).sums(denominators)
+
+    return accumulate_fn
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    accumulator: accumulators.Accumulator | None = None,
+    skip_nonfinite: bool = False,
+    grad_reducers: Any = None,
+    unroll: int | bool = 1,
+) -> Callable[..., Any]:
+    """The window's mean loss and its gradient, like `jax.value_and_grad` of the full batch.
+
+    `loss = sum_k total_k / sum_k weight_k` and its gradient, for every cut of the batch the same
+    to rounding. The sums are float32 or wider, the gradients are returned in each parameter's own
+    dtype. The memory is that of one micro-batch and one float32 sum for each parameter.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, *args)` on one micro-batch; returns a `Mean` or a dict or
+        tuple of them, with `has_aux` also auxiliary outputs.
+      num_microbatches: how many micro-batches; this and all below as in `accumulate`.
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      argnums: the positional arguments to differentiate.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      accumulator: how the gradient sums are carried.
+      skip_nonfinite: whether to leave out micro-batches that are not finite.
+      grad_reducers: reducers of gradient leaves that are not sums.
+      unroll: as in `jax.lax.scan`.
+
+    Returns:
+      `f(params, batch, *args, key=None, num_real=None, denominators=None)`, which returns
+      `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Where the weight of the window is
+      zero the gradients are exactly zero and the loss is nan.
+
+    Raises:
+      TypeError: as `accumulate`.
+      ValueError: as `accumulate`.
+
+    Example:
+      >>> import jaxaccum as ja
+      >>> f = ja.value_and_grad(lambda w, x: ja.mean(w * x), microbatch_size=2)
+      >>> loss, grads = f(jnp.float32(1), jnp.array([1.0, 2.0, 3.0]))
+      >>> print(loss, grads)
+      2.0 2.0
+    """
+    options = _options(
+        "value_and_grad",
+        loss_fn,
+        num_microbatches,
+        microbatch_size,
+        argnums=argnums,
+        has_aux=has_aux,
+        accumulator=accumulator,
+        skip_nonfinite=skip_nonfinite,
+        grad_reducers=grad_reducers,
+        unroll=unroll,
+    )
+
+    def value_and_grad_fn(
+        params: Any,
+        batch: Any,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        denominators: Any = None,
+    ) -> Any:
+        bound = Bound(options, (params, batch, *args), key, num_real)
+        window = finalize(bound.sums(denominators))
+        grads = jax.tree.map(_like, window.grads, bound.differentiated())
+        return ((window.loss, window.aux) if has_aux else window.loss), grads
+
+    return value_and_grad_fn
+
+
+def denominators(
+    loss_fn: Callable[..., Any],
+    *,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Counts the weights of a loss's terms over a batch, without running the model.
+
+    Add the results over several batches, `jax.tree.map(jnp.add, d(params, a), d(params, b))`, and
+    pass them as `denominators=` to make sums of several-term losses that merge across batches.
+
+    Args:
+      loss_fn: as in `accumulate`.
+      num_microbatches: how many micro-batches; as in `accumulate`.
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      argnums: the positional arguments to differentiate.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      `d(params, batch, *args, key=None, num_real=None)`, which returns the summed weights in the
+      tree structure of the loss: int32 where they are integers, float32 or wider elsewhere.
+
+    Raises:
+      TypeError: as `accumulate`.
+      ValueError: as `accumulate`.
+
+    Example:
+      >>> import jaxaccum as ja
+      >>> def loss_fn(w, x):
+      ...     return {"fit": ja.mean(w * x), "penalty": ja.Mean(w * w, 1.0)}
+      >>> d = ja.denominators(loss_fn, num_microbatches=1)(jnp.float32(2), jnp.ones(4))
+      >>> print(d["fit"], d["penalty"])
+      4 1.0
+    """
+    options = _options(
+        "denominators",
+        loss_fn,
+        num_microbatches,
+        microbatch_size,
+        argnums=argnums,
+        has_aux=has_aux,
+    )
+
+    def denominators_fn(
+        params: Any, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+    ) -> Any:
+        bound = Bound(options, (params, batch, *args), key, num_real)
+        return jax.tree.unflatten(bound.first_loss().terms, bound.count())
+
+    return denominators_fn
+
+
+def _options(
+    function: str,
+    loss_fn: Any,
+    num_microbatches: Any,
+    microbatch_size: Any,
+    *,
+    accumulator: Any = None,
+    **others: Any,
+) -> Options:
+    if not callable(loss_fn):
+        raise TypeError(
+            f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
+        )
+    if accumulator is None:
+        accumulator = accumulators.plain()
+    if not isinstance(accumulator, accumulators.Accumulator):
+        raise TypeError(
+            f"{function}: `accumulator` must come from `ja.accumulators`, got "
+            f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
+        )
+    number, size = cut.check_cut(function, num_microbatches, microbatch_size)
+    return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
+
+
+def _like(grad: Any, parameter: Any) -> Any:
+    return grad.astype(jnp.asarray(parameter).dtype) if is_inexact(parameter) else grad

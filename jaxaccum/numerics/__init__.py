@@ -1,0 +1,1 @@
+"""Layer 2: how a sum is carried."""
