@@ -1,10 +1,35 @@
 """Exact gradient accumulation for JAX and Optax."""
 
-from jaxaccum.core.mean import Mean, mean
-from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum
-from jaxaccum.core.sums import Window, WindowSums, finalize, merge
-from jaxaccum.folds.cut import split
-from jaxaccum.folds.window import accumulate, denominators, value_and_grad
-from jaxaccum.numerics import accumulators
-from jaxaccum.folds.stream import multi_steps, until_weight
-from jaxaccum.folds.stream_state import MultiStepsState, flush, has_updated
+from jaxaccum import interop as interop
+from jaxaccum.batches import PackedBatch as PackedBatch
+from jaxaccum.batches import example_keys as example_keys
+from jaxaccum.batches import pack as pack
+from jaxaccum.batches import pad_batch as pad_batch
+from jaxaccum.batches import windows as windows
+from jaxaccum.core.mean import Mean as Mean
+from jaxaccum.core.mean import mean as mean
+from jaxaccum.core.reducers import Concat as Concat
+from jaxaccum.core.reducers import Last as Last
+from jaxaccum.core.reducers import Max as Max
+from jaxaccum.core.reducers import Min as Min
+from jaxaccum.core.reducers import Sum as Sum
+from jaxaccum.core.sums import Window as Window
+from jaxaccum.core.sums import WindowSums as WindowSums
+from jaxaccum.core.sums import finalize as finalize
+from jaxaccum.core.sums import merge as merge
+from jaxaccum.folds.cut import split as split
+from jaxaccum.folds.stream import multi_steps as multi_steps
+from jaxaccum.folds.stream import until_weight as until_weight
+from jaxaccum.folds.stream_state import MultiStepsState as MultiStepsState
+from jaxaccum.folds.stream_state import flush as flush
+from jaxaccum.folds.stream_state import has_updated as has_updated
+from jaxaccum.folds.window import accumulate as accumulate
+from jaxaccum.folds.window import denominators as denominators
+from jaxaccum.folds.window import value_and_grad as value_and_grad
+from jaxaccum.numerics import accumulators as accumulators
+from jaxaccum.training import StepInfo as StepInfo
+from jaxaccum.training import StepState as StepState
+from jaxaccum.training import TrainStep as TrainStep
+from jaxaccum.training import train_step as train_step
+
+__version__ = "0.1.0"

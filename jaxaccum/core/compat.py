@@ -83,9 +83,7 @@ def depends(staged: Staged, differentiated: Sequence[bool]) -> list[bool]:
 
         def at(*xs: Any) -> list[Any]:
             supply = iter(xs)
-            full = [
-                next(supply) if d else p for p, d in zip(primals, differentiated, strict=True)
-            ]
+            full = [next(supply) if d else p for p, d in zip(primals, differentiated, strict=True)]
             return staged(*full)
 
         start = [p for p, d in zip(primals, differentiated, strict=True) if d]

@@ -114,8 +114,9 @@ def split(
 
     For training loops that stream micro-batches through `multi_steps`. Of `B` rows,
     `num_microbatches` gives the first `B % num_microbatches` micro-batches one row more,
-    `microbatch_size` leaves a shorter last one. Micro-batches of equal size are cut strided:
-    micro-batch `k` of `n` takes the rows `k`, `k + n`, `k + 2 * n`, …
+    `microbatch_size` leaves a shorter last one. The longer ones take the first rows, the shorter
+    ones the rest, and each of the two blocks is cut strided: micro-batch `k` of `n` takes the
+    block's rows `k`, `k + n`, `k + 2 * n`, …
 
     Args:
       batch: a tree of arrays with the same size along axis 0.
@@ -129,8 +130,10 @@ def split(
       ValueError: the batch is empty, its leaves disagree, or there are too few rows.
 
     Example:
+      >>> [micro.tolist() for micro in split(jnp.arange(4), num_microbatches=2)]
+      [[0, 2], [1, 3]]
       >>> [micro.tolist() for micro in split(jnp.arange(5), num_microbatches=2)]
-      [[0, 2, 4], [1, 3]]
+      [[0, 1, 2], [3, 4]]
     """
     number, size = check_cut("split", num_microbatches, microbatch_size)
     pieces = []

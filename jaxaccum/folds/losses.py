@@ -119,9 +119,7 @@ def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
                 f"got {_say(out)}."
             )
         loss, aux = out
-    leaves = jax.tree_util.tree_leaves_with_path(
-        loss, is_leaf=lambda x: x is None or is_marked(x)
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(loss, is_leaf=lambda x: x is None or is_marked(x))
     for path, leaf in leaves:
         if not _is_mean(leaf):
             hint = "" if has_aux or not path else " For auxiliary outputs pass `has_aux=True`."

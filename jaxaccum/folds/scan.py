@@ -176,9 +176,7 @@ class _Body(NamedTuple):
         return lax.fori_loop(0, trips, write, (carry, buffers))
 
     def _fold(self, carry: list[Any], values: list[Any], keep: Any) -> list[Any]:
-        folded = [
-            r.fold(c, v) for r, c, v in zip(self._carriers(), carry, values, strict=True)
-        ]
+        folded = [r.fold(c, v) for r, c, v in zip(self._carriers(), carry, values, strict=True)]
         if keep is None:
             return folded
         # Selected, not multiplied: a nan in a dropped micro-batch reaches nothing.

@@ -14,9 +14,7 @@ from jaxaccum.core.mean import Mean, divide
 from jaxaccum.folds.bound import is_inexact
 from jaxaccum.folds.handover import cast, find_homes, hand_over
 from jaxaccum.folds.stream_state import MultiStepsState
-from jaxaccum.numerics import accumulators
-
-_WEIGHTS = accumulators.compensated()
+from jaxaccum.numerics import accumulators, weights
 
 
 class until_weight(NamedTuple):  # noqa: N801 - reads as a function, `every=until_weight(524_288)`
@@ -126,7 +124,7 @@ def multi_steps(
             num_skipped=jnp.zeros((), jnp.int32),
             num_empty=jnp.zeros((), jnp.int32),
             updated=jnp.zeros((), jnp.bool_),
-            weight_carry=_no_weight(),
+            weight_carry=weights.zero(),
             grad_carry=jax.tree.map(carry, params),
             mean_args={name: _no_mean() for name in mean_args},
             # Some optimizers keep the parameters themselves: donating both would free them twice.
@@ -181,7 +179,12 @@ def multi_steps(
         window = _Window(carries, state.weight_carry, state.mean_args)
         keep = jnp.asarray(not flush)
         if not flush:
-            larger = window.fold(accumulator, grads, _limbs(weight), means)
+            larger = window.fold(
+                accumulator,
+                grads,
+                weights.pair("multi_steps", "weight", 1 if weight is None else weight),
+                means,
+            )
             if skip_nonfinite:
                 keep = _all_finite([*grads, larger.weight.total])
                 larger = larger.select(keep, window)
@@ -191,7 +194,7 @@ def multi_steps(
             closing = micro_step > 0
         else:
             closing = keep & _is_full(every, micro_step, window.weight, state.optimizer_step)
-        applying = closing & ~window.is_empty()
+        applying = closing & ~weights.is_zero(window.weight)
 
         def inner_fn(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
             window, params = operands
@@ -249,7 +252,7 @@ class _Window(NamedTuple):
             for c, g in zip(self.carries, grads, strict=True)
         ]
         sums = {n: old + means[n] if n in means else old for n, old in self.means.items()}
-        return _Window(carries, _WEIGHTS.merge(self.weight, weight), sums)
+        return _Window(carries, weights.add(self.weight, weight), sums)
 
     def select(self, keep: jax.Array, other: "_Window") -> "_Window":
         """This window where `keep` holds, `other` elsewhere."""
@@ -264,10 +267,6 @@ class _Window(NamedTuple):
             choose(self.weight, other.weight),
             choose(self.means, other.means),
         )
-
-    def is_empty(self) -> jax.Array:
-        """Whether the window holds no weight at all."""
-        return (self.weight.total == 0) & (self.weight.error == 0)
 
     # The first array of each carry is the sum itself; `hand_over` lends its buffer.
 
@@ -292,8 +291,7 @@ def _is_full(
     if not isinstance(every, until_weight):
         return micro_step >= _window_length(every, optimizer_step)
     target = every.target(optimizer_step) if callable(every.target) else every.target
-    goal = _limbs(target)
-    return (weight.total - goal.total) + (weight.error - goal.error) >= 0
+    return weights.reaches(weight, weights.pair("multi_steps", "until_weight", target))
 
 
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -322,8 +320,8 @@ def _is_one(every: Any) -> bool:
 
 def _carries(updates: Any, state: MultiStepsState) -> list[Any]:
     """The carry of each inexact gradient leaf, after checking that the trees match."""
-    held, held_tree = jax.tree.flatten(state.grad_carry, is_leaf=_is_carry)
-    given, given_tree = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+    held, held_tree = jax.tree.flatten(state.grad_carry, is_leaf=accumulators.is_carry)
+    given_tree = jax.tree.structure(updates, is_leaf=lambda x: x is None)
     remedy = "Pass gradients of the parameters that `init` saw."
     if held_tree != given_tree:
         raise ValueError(
@@ -351,7 +349,7 @@ def _carries(updates: Any, state: MultiStepsState) -> list[Any]:
 
 def _rebuild(carries: Sequence[Any], state: MultiStepsState, updates: Any) -> Any:
     """The carry tree of the state with new carries in the places of inexact gradients."""
-    held, tree = jax.tree.flatten(state.grad_carry, is_leaf=_is_carry)
+    held, tree = jax.tree.flatten(state.grad_carry, is_leaf=accumulators.is_carry)
     given = jax.tree.leaves(updates, is_leaf=lambda x: x is None)
     supply = iter(carries)
     new = []
@@ -359,10 +357,6 @@ def _rebuild(carries: Sequence[Any], state: MultiStepsState, updates: Any) -> An
         carry = next(supply) if grad is not None and is_inexact(grad) else old
         new.append(None if old is None else carry)
     return jax.tree.unflatten(tree, new)
-
-
-def _is_carry(x: Any) -> bool:
-    return x is None or isinstance(x, accumulators.Compensated)
 
 
 def _split_extra_args(
@@ -390,36 +384,6 @@ def _split_extra_args(
     if every_mean:
         means |= {name: _no_mean() for name in mean_args if name not in extra_args}
     return means, others
-
-
-def _limbs(weight: Any) -> accumulators.Compensated:
-    """A weight as an exact pair of floats: integers to 2**48, fractions to twice the precision."""
-    dtype = _no_weight().total.dtype
-    if weight is None:
-        weight = 1
-    if isinstance(weight, Mean) or len(jax.tree.leaves(weight)) != 1 or np.shape(weight):
-        raise TypeError(
-            f"multi_steps: `weight` must be a real scalar, got {checks.describe(weight)}."
-        )
-    if isinstance(weight, jax.Array):
-        if jnp.issubdtype(weight.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"multi_steps: `weight` must be a real scalar, got {checks.describe(weight)}."
-            )
-        if not jnp.issubdtype(weight.dtype, jnp.integer):
-            high = weight.astype(dtype)
-            return accumulators.Compensated(high, jnp.zeros_like(high))
-        low = weight & 0xFFFF
-        return _WEIGHTS.fold(_WEIGHTS.start((weight - low).astype(dtype)), low.astype(dtype))
-    high = np.asarray(weight, dtype)
-    low = np.float64(weight) - np.float64(high)
-    return accumulators.Compensated(jnp.asarray(high), jnp.asarray(low, dtype))
-
-
-def _no_weight() -> accumulators.Compensated:
-    """Zero, in float64 where it is enabled."""
-    dtype = jnp.result_type(float)
-    return accumulators.Compensated(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
 
 def _no_mean() -> Mean:

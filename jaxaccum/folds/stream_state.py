@@ -3,11 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from jaxaccum.core import checks
 from jaxaccum.core.mean import Mean
-from jaxaccum.numerics import accumulators
+from jaxaccum.numerics import accumulators, weights
 
 
 class MultiStepsState(NamedTuple):
@@ -51,12 +51,7 @@ class MultiStepsState(NamedTuple):
         Outside of `jit` it is read from both limbs as a NumPy float64, exact for integers far past
         2**24; inside it is the rounded sum.
         """
-        total, error = self.weight_carry
-        readable = all(
-            not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
-            for x in (total, error)
-        )
-        return np.float64(total) + np.float64(error) if readable else total
+        return weights.read(self.weight_carry)
 
 
 def find_state(function: str, state: Any) -> MultiStepsState:
@@ -128,5 +123,5 @@ def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[A
     """
     inner = find_state("flush", state)
     like = params if params is not None else inner.grad_sum
-    zeros = jax.tree.map(jax.numpy.zeros_like, like)
+    zeros = jax.tree.map(jnp.zeros_like, like)
     return tx.update(zeros, state, params, flush=True, **extra_args)

@@ -134,6 +134,11 @@ def read(carries: Any) -> Any:
     )
 
 
+def is_carry(x: Any) -> bool:
+    """Whether `x` is what is carried in the place of one leaf: a pair, or `None` for nothing."""
+    return x is None or isinstance(x, Compensated)
+
+
 def _floating(function: str, dtype: Any) -> Any:
     try:
         resolved = jnp.dtype(dtype)

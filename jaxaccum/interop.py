@@ -1,0 +1,150 @@
+"""States from and to Optax, to take up accumulation, or leave it, in the middle of a run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxaccum.core import checks
+from jaxaccum.core.mean import divide
+from jaxaccum.folds.stream_state import MultiStepsState
+from jaxaccum.numerics import weights
+from jaxaccum.numerics.accumulators import is_carry
+
+
+def from_optax(tx: Any, params: Any, state: Any, *, use_grad_mean: bool = True) -> MultiStepsState:
+    """The state of `tx` that continues an `optax.MultiSteps` run, mid-window as well.
+
+    `grad_sum = mini_step * acc_grads` and `weight = mini_step`: the window closes with the same
+    mean.
+
+    Args:
+      tx: the `ja.multi_steps` transformation that takes over, with the same inner optimizer.
+      params: the parameters.
+      state: an `optax.MultiStepsState`.
+      use_grad_mean: whether `optax.MultiSteps` averaged (its default) or summed.
+
+    Returns:
+      A `MultiStepsState`.
+
+    Raises:
+      TypeError: `state` is not an `optax.MultiStepsState`.
+      ValueError: its inner state does not fit `tx`.
+    """
+    if not isinstance(state, optax.MultiStepsState):
+        raise TypeError(
+            f"from_optax: `state` must be an `optax.MultiStepsState`, got {type(state).__name__}. "
+            "For a plain optimizer state use `from_inner_state`."
+        )
+    fresh = from_inner_state(tx, params, state.inner_opt_state, optimizer_step=state.gradient_step)
+    mini_step = jnp.asarray(state.mini_step, jnp.int32)
+    held, tree = jax.tree.flatten(fresh.grad_carry, is_leaf=is_carry)
+    sums = jax.tree.leaves(state.acc_grads)
+    if len(held) != len(sums):
+        raise ValueError(
+            f"from_optax: `state` accumulates {len(sums)} arrays, but `params` has {len(held)}. "
+            "Pass the parameters that the state was made for."
+        )
+
+    def carry(empty: Any, acc: Any) -> Any:
+        if empty is None:
+            return None
+        total, *errors = jax.tree.leaves(empty)
+        factor = mini_step.astype(total.dtype) if use_grad_mean else jnp.ones((), total.dtype)
+        new = [factor * jnp.asarray(acc, total.dtype), *errors]
+        return jax.tree.unflatten(jax.tree.structure(empty), new)
+
+    return fresh._replace(
+        micro_step=mini_step,
+        updated=(mini_step == 0) & (jnp.asarray(state.gradient_step) > 0),
+        weight_carry=weights.pair("from_optax", "mini_step", mini_step),
+        grad_carry=jax.tree.unflatten(
+            tree, [carry(empty, acc) for empty, acc in zip(held, sums, strict=True)]
+        ),
+    )
+
+
+def to_optax(state: MultiStepsState) -> optax.MultiStepsState:
+    """The `optax.MultiSteps` state that continues a `ja.multi_steps` run.
+
+    `acc_grads = grad_sum / weight` and `mini_step = micro_step`. `optax.MultiSteps` counts every
+    micro-step alike, so a window that is open with unequal weights cannot be handed over exactly.
+
+    Args:
+      state: a `MultiStepsState`.
+
+    Returns:
+      An `optax.MultiStepsState` for the same inner optimizer.
+
+    Raises:
+      TypeError: `state` is not a `MultiStepsState`.
+      ValueError: the open window's weight is not its number of micro-steps; flush it first.
+    """
+    if not isinstance(state, MultiStepsState):
+        raise TypeError(
+            f"to_optax: `state` must be a `MultiStepsState`, got {checks.describe(state)}."
+        )
+    traced = isinstance(state.micro_step, jax.core.Tracer)
+    if not traced and float(state.weight) != int(state.micro_step):
+        raise ValueError(
+            f"to_optax: the open window holds {int(state.micro_step)} micro-steps of the weight "
+            f"{float(state.weight)}, which `optax.MultiSteps` cannot represent. Call `ja.flush` "
+            "first, or convert between windows."
+        )
+    return optax.MultiStepsState(
+        mini_step=state.micro_step,
+        gradient_step=state.optimizer_step,
+        inner_opt_state=state.inner_state,
+        acc_grads=jax.tree.map(
+            lambda g: divide(g, state.weight_carry.total, empty=0.0), state.grad_sum
+        ),
+    )
+
+
+def from_inner_state(
+    tx: Any, params: Any, inner_state: Any, *, optimizer_step: Any = 0
+) -> MultiStepsState:
+    """The state of `tx` that continues a run without accumulation.
+
+    The way back is the field itself: `state.inner_state`.
+
+    Args:
+      tx: the `ja.multi_steps` transformation, with the same inner optimizer.
+      params: the parameters.
+      inner_state: the state of the plain optimizer.
+      optimizer_step: how many steps it has made; an int or int32 scalar.
+
+    Returns:
+      A `MultiStepsState` with an empty window.
+
+    Raises:
+      TypeError: `tx` is not a `ja.multi_steps` transformation.
+      ValueError: `inner_state` does not fit `tx`.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> params, adam = jnp.ones(3), optax.adam(0.1)
+      >>> state = from_inner_state(ja.multi_steps(adam, 4), params, adam.init(params))
+      >>> print(state.micro_step, state.weight)
+      0 0.0
+    """
+    fresh = tx.init(params)
+    if not isinstance(fresh, MultiStepsState):
+        raise TypeError(
+            "from_inner_state: `tx` must be a `ja.multi_steps` transformation itself, got one "
+            f"whose state is {type(fresh).__name__}."
+        )
+    checks.same_structure(
+        "from_inner_state",
+        "inner_state",
+        inner_state,
+        fresh.inner_state,
+        remedy="Pass the state of the optimizer that `tx` wraps.",
+    )
+    return fresh._replace(
+        optimizer_step=jnp.asarray(optimizer_step, jnp.int32),
+        inner_state=jax.tree.map(
+            lambda x, like: jnp.array(x, like.dtype, copy=True), inner_state, fresh.inner_state
+        ),
+    )

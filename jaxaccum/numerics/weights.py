@@ -1,0 +1,77 @@
+"""Weights summed exactly: a pair of floats, so that no token is lost past 2**24."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks
+from jaxaccum.numerics.accumulators import Compensated, compensated
+
+_PAIR = compensated()
+
+
+def zero() -> Compensated:
+    """No weight; two float32 scalars, float64 where that is enabled."""
+    dtype = jnp.result_type(float)
+    return Compensated(jnp.zeros((), dtype), jnp.zeros((), dtype))
+
+
+def pair(function: str, name: str, weight: Any) -> Compensated:
+    """A weight as an exact pair: integers to 2**48, fractions to twice float32's precision.
+
+    Raises:
+      TypeError: `weight` is not a real scalar.
+    """
+    dtype = jnp.result_type(float)
+    kind = getattr(weight, "dtype", None)
+    number = isinstance(weight, bool | int | float) or (
+        kind is not None and (jnp.issubdtype(kind, jnp.number) or kind == jnp.bool_)
+    )
+    if not number or np.shape(weight) or jnp.issubdtype(kind or dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{function}: `{name}` must be a real scalar, got {checks.describe(weight)}. Pass the "
+            "number of tokens, for example `jnp.sum(mask)`."
+        )
+    if not isinstance(weight, jax.Array):
+        high = np.asarray(weight, dtype)
+        with np.errstate(invalid="ignore"):
+            low = np.float64(weight) - np.float64(high)
+        return Compensated(jnp.asarray(high), jnp.asarray(low if np.isfinite(low) else 0, dtype))
+    if jnp.issubdtype(weight.dtype, jnp.integer):
+        # Both halves have few enough bits to convert exactly.
+        low = weight & 0xFFFF
+        return _PAIR.fold(_PAIR.start((weight - low).astype(dtype)), low.astype(dtype))
+    high = weight.astype(dtype)
+    return Compensated(high, jnp.zeros_like(high))
+
+
+def add(a: Compensated, b: Compensated) -> Compensated:
+    """The exact sum of two weights."""
+    return _PAIR.merge(a, b)
+
+
+def is_zero(weight: Compensated) -> jax.Array:
+    """Whether there is no weight at all; a boolean scalar."""
+    return (weight.total == 0) & (weight.error == 0)
+
+
+def reaches(weight: Compensated, target: Compensated) -> jax.Array:
+    """Whether `weight >= target`; a boolean scalar."""
+    return (weight.total - target.total) + (weight.error - target.error) >= 0
+
+
+def read(weight: Compensated) -> Any:
+    """A weight as one float scalar.
+
+    Outside of `jit` it is read from both limbs as a NumPy float64, exact for integers far past
+    2**24; inside, or where another host holds it, it is the rounded sum.
+    """
+    readable = all(
+        not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+        for x in weight
+    )
+    if not readable:
+        return weight.total
+    return np.float64(weight.total) + np.float64(weight.error)

@@ -1,0 +1,200 @@
+"""One training step to copy: a window, a clip-ready gradient, one optimizer step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxaccum.core import checks
+from jaxaccum.core.sums import finalize
+from jaxaccum.folds.bound import is_inexact
+from jaxaccum.folds.handover import find_homes, hand_over
+from jaxaccum.folds.window import accumulate
+from jaxaccum.numerics import accumulators, weights
+
+
+class StepState(NamedTuple):
+    """The state of a `train_step`.
+
+    Attributes:
+      optimizer_step: how many optimizer steps were applied; int32 scalar.
+      weight_seen_carry: the weight of all windows so far, as an exact pair of floats.
+      inner_state: the state of the optimizer.
+    """
+
+    optimizer_step: jax.Array
+    weight_seen_carry: accumulators.Compensated
+    inner_state: Any
+
+
+class StepInfo(NamedTuple):
+    """What a person wants to read after a step; every field is an array.
+
+    Attributes:
+      loss: the window's mean loss; nan where nothing was counted.
+      weight: the window's weight; a scalar, or the loss's tree of them.
+      grad_norm: the global norm of the mean gradient, before any clipping.
+      num_microbatches: the micro-batches of the window.
+      num_skipped: the micro-batches that were left out.
+      updated: whether an optimizer step was applied; false for a window without weight.
+      optimizer_step: the optimizer steps so far, this one included.
+      weight_seen_carry: see `tokens_seen`.
+      aux: the combined auxiliary outputs; `None` without `has_aux`.
+    """
+
+    loss: jax.Array
+    weight: Any
+    grad_norm: jax.Array
+    num_microbatches: jax.Array
+    num_skipped: jax.Array
+    updated: jax.Array
+    optimizer_step: jax.Array
+    weight_seen_carry: accumulators.Compensated
+    aux: Any = None
+
+    @property
+    def tokens_seen(self) -> Any:
+        """The weight of all windows so far, exact past 2**31 when read outside of `jit`.
+
+        For a loss of several terms it is the largest of their weights that is counted.
+        """
+        return weights.read(self.weight_seen_carry)
+
+
+class TrainStep(NamedTuple):
+    """What `train_step` returns; unpacks as `init_fn, step_fn`.
+
+    Attributes:
+      init: `init(params)` to the `StepState`.
+      step: `step(params, state, batch, *args, key=None, num_real=None)` to `(params, state, info)`.
+    """
+
+    init: Callable[..., StepState]
+    step: Callable[..., tuple[Any, StepState, StepInfo]]
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    donate: bool = True,
+    **window_options: Any,
+) -> TrainStep:
+    """A jitted training step: one window, one division, one optimizer step.
+
+    `params + optimizer.update(sum_k grad_k / sum_k weight_k)`. Clipping, schedules and weight
+    decay in `optimizer` see the gradient of the whole window in float32. A window without weight
+    leaves parameters and optimizer state as they are. Integer parameters are left alone.
+
+    Args:
+      loss_fn: as in `ja.accumulate`.
+      optimizer: an Optax transformation. It is offered the extra arguments `value` (the window's
+        loss) and `grad`.
+      donate: whether the step takes over the buffers of `params` and `state`, which then must not
+        be used again. Halves the memory that they need.
+      **window_options: the keywords of `ja.accumulate`, `num_microbatches` or `microbatch_size`
+        among them.
+
+    Returns:
+      A `TrainStep`: `init(params)` and `step(params, state, batch, *args, key=None,
+      num_real=None)`, which returns the new parameters, the new state and a `StepInfo`.
+
+    Raises:
+      TypeError: `optimizer` is not a transformation, or as `ja.accumulate`.
+      ValueError: as `ja.accumulate`.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> init, step = ja.train_step(
+      ...     lambda w, x: ja.mean((w - x) ** 2), optax.sgd(0.5), num_microbatches=2)
+      >>> w = jnp.float32(0)
+      >>> w, state, info = step(w, init(w), jnp.array([1.0, 3.0, 5.0, 3.0]))
+      >>> print(w, info.grad_norm, info.tokens_seen)
+      3.0 6.0 4.0
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            "train_step: `optimizer` must be an `optax.GradientTransformation`, got "
+            f"{checks.describe(optimizer)}."
+        )
+    inner = optax.with_extra_args_support(optimizer)
+    argnums = window_options.get("argnums", 0)
+    if argnums != 0:
+        raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
+    has_aux = window_options.get("has_aux", False)
+    accumulate_fn = accumulate(loss_fn, **window_options)
+
+    def init_fn(params: Any) -> StepState:
+        return StepState(
+            jnp.zeros((), jnp.int32),
+            weights.zero(),
+            # Some optimizers keep the parameters themselves: donating both would free them twice.
+            jax.tree.map(lambda x: jnp.array(x, copy=True), inner.init(_trainable(params))),
+        )
+
+    def step_fn(
+        params: Any, state: StepState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+    ) -> tuple[Any, StepState, StepInfo]:
+        window = finalize(accumulate_fn(params, batch, *args, key=key, num_real=num_real))
+        trainable = _trainable(params)
+        grads = jax.tree.map(lambda g, p: g if is_inexact(p) else None, window.grads, params)
+        counted = [
+            weights.pair("train_step", "weight", jnp.asarray(w))
+            for w in jax.tree.leaves(window.weight)
+        ]
+        largest = counted[0]
+        for other in counted[1:]:
+            bigger = weights.reaches(other, largest)
+            largest = jax.tree.map(lambda a, b, c=bigger: jnp.where(c, a, b), other, largest)
+        applying = ~jnp.stack([weights.is_zero(w) for w in counted]).all()
+
+        def inner_fn(sums: Any, inner_state: Any, operands: Any) -> Any:
+            loss, params = operands
+            tree = jax.tree.unflatten(jax.tree.structure(grads), sums)
+            return inner.update(tree, inner_state, params, value=loss, grad=tree)
+
+        own = jax.tree.map(lambda g, p: jax.ShapeDtypeStruct(p.shape, p.dtype), grads, trainable)
+        operands = (window.loss, trainable)
+        types = jax.eval_shape(inner_fn, jax.tree.leaves(own), state.inner_state, operands)[0]
+        sums = jax.tree.leaves(grads)
+        updates, _, inner_state = hand_over(
+            applying,
+            inner_fn,
+            sums,
+            state.inner_state,
+            operands,
+            types,
+            find_homes(types, grads, range(len(sums)), sums),
+        )
+        new_params = jax.tree.map(
+            lambda new, old: old if new is None else new,
+            optax.apply_updates(trainable, updates),
+            params,
+            is_leaf=lambda x: x is None,
+        )
+        new_state = StepState(
+            jnp.where(applying, optax.safe_increment(state.optimizer_step), state.optimizer_step),
+            weights.add(state.weight_seen_carry, largest),
+            inner_state,
+        )
+        info = StepInfo(
+            loss=window.loss,
+            weight=window.weight,
+            grad_norm=optax.tree.norm(grads),
+            num_microbatches=window.num_microbatches,
+            num_skipped=window.num_skipped,
+            updated=applying,
+            optimizer_step=new_state.optimizer_step,
+            weight_seen_carry=jax.tree.map(jnp.copy, new_state.weight_seen_carry),
+            aux=window.aux if has_aux else None,
+        )
+        return new_params, new_state, info
+
+    return TrainStep(init_fn, jax.jit(step_fn, donate_argnums=(0, 1) if donate else ()))
+
+
+def _trainable(params: Any) -> Any:
+    """The parameters that have a gradient; `None` in the places of the others."""
+    return jax.tree.map(lambda p: jnp.asarray(p) if is_inexact(p) else None, params)
