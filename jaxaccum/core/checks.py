@@ -51,13 +51,18 @@ def one_of(function: str, **arguments: Any) -> None:
         )
 
 
+def same_tree(a: Any, b: Any) -> bool:
+    """Whether two trees have the same structure."""
+    tree: Any = jax.tree.structure(a)
+    return bool(tree == jax.tree.structure(b))
+
+
 def same_structure(function: str, name: str, got: Any, expected: Any, *, remedy: str) -> None:
     """Requires two trees to agree in structure and in the shapes of their leaves."""
-    got_tree, expected_tree = jax.tree.structure(got), jax.tree.structure(expected)
-    if got_tree != expected_tree:
+    if not same_tree(got, expected):
         raise ValueError(
-            f"{function}: `{name}` has the tree structure {got_tree}, expected {expected_tree}. "
-            f"{remedy}"
+            f"{function}: `{name}` has the tree structure {jax.tree.structure(got)}, expected "
+            f"{jax.tree.structure(expected)}. {remedy}"
         )
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True)
     for (path, leaf), want in pairs:

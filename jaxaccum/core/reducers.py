@@ -59,13 +59,13 @@ class Addition(Reducer):
 
     divides: ClassVar[bool] = True
 
-    def empty(self, aval: Any) -> jax.Array:
+    def empty(self, aval: Any) -> Any:
         return compat.filled(aval, wide(aval.dtype))
 
-    def start(self, value: jax.Array) -> jax.Array:
+    def start(self, value: jax.Array) -> Any:
         return value.astype(wide(value.dtype))
 
-    def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def merge(self, a: Any, b: Any) -> Any:
         return add(a, b)
 
 

@@ -100,7 +100,7 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
                 f"merge: expected two `WindowSums` from `accumulate`, got {checks.describe(sums)}."
             )
     _check_denominators(a, b)
-    if jax.tree.structure(a) != jax.tree.structure(b):
+    if not checks.same_tree(a, b):
         raise ValueError(
             f"merge: the sums have different structures, {jax.tree.structure(a)} and "
             f"{jax.tree.structure(b)}. Make both with the same loss function and options."

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat
+from jaxaccum.core import checks, compat
 
 
 def hand_over(
@@ -76,7 +76,7 @@ def find_homes(types: Any, grads: Any, places: Sequence[int | None], sums: Any) 
       sums: the window's sums.
     """
     wanted = jax.tree.leaves(types)
-    if jax.tree.structure(types) != jax.tree.structure(grads):
+    if not checks.same_tree(types, grads):
         return [None] * len(wanted)
 
     def fits(like: Any, place: int | None) -> bool:

@@ -100,11 +100,11 @@ def stage_loss(
                 f"{function}: the weight of `loss{path}` must be a real scalar, got "
                 f"{checks.describe(weight)}. Sum it: `ja.Mean(total, jnp.sum(mask))`."
             )
-    for path, mark in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_marked):
+    for keys, mark in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_marked):
         for leaf in jax.tree.leaves(mark) if isinstance(mark, Concat) else ():
             if leaf.shape[:1] != (rows,):
                 raise ValueError(
-                    f"{function}: `aux{jax.tree_util.keystr(path)}` is marked `ja.Concat`, so its "
+                    f"{function}: `aux{jax.tree_util.keystr(keys)}` is marked `ja.Concat`, so its "
                     f"axis 0 must be the micro-batch's {rows} rows, got {checks.describe(leaf)}."
                 )
     return Loss(program, terms, aux_tree)

@@ -86,7 +86,7 @@ def fold(
 
 def _check_alike(first: Any, second: Any, reducers: Sequence[Reducer]) -> None:
     """Micro-batches of different size must agree in all that is not per example."""
-    if jax.tree.structure(first) != jax.tree.structure(second):
+    if not checks.same_tree(first, second):
         raise ValueError(
             "accumulate: the outputs of the loss function have the structure "
             f"{jax.tree.structure(first)} for one micro-batch size and "

@@ -321,7 +321,7 @@ def _is_one(every: Any) -> bool:
 def _carries(updates: Any, state: MultiStepsState) -> list[Any]:
     """The carry of each inexact gradient leaf, after checking that the trees match."""
     held, held_tree = jax.tree.flatten(state.grad_carry, is_leaf=accumulators.is_carry)
-    given_tree = jax.tree.structure(updates, is_leaf=lambda x: x is None)
+    given_tree: Any = jax.tree.structure(updates, is_leaf=lambda x: x is None)
     remedy = "Pass gradients of the parameters that `init` saw."
     if held_tree != given_tree:
         raise ValueError(
@@ -371,8 +371,7 @@ def _split_extra_args(
         if name not in mean_args:
             raise TypeError(
                 f"multi_steps: the extra argument `{name}` is a `ja.Mean`, but `mean_args` names "
-                f"only {tuple(mean_args)}. Add it, `mean_args=({', '.join(map(repr, [*mean_args, name]))},)`, "
-                "or pass its `.value`."
+                f"only {tuple(mean_args)}. Add it there, or pass its `.value`."
             )
         if np.shape(value.total) or np.shape(value.weight):
             raise ValueError(

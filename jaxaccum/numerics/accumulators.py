@@ -85,14 +85,14 @@ class _Compensated(Accumulator):
         value = value.astype(wide(value.dtype))
         return Compensated(value, jnp.zeros_like(value))
 
-    def merge(self, a: Compensated, b: Compensated) -> Compensated:
+    def merge(self, a: Any, b: Any) -> Compensated:
         total, lost = _two_sum(a.total, b.total)
         lost = lost + (a.error + b.error)
         # An overflow has no error term: inf - inf would turn an honest inf into nan.
         lost = jnp.where(jnp.isfinite(total), lost, jnp.zeros_like(lost))
         return Compensated(*_two_sum(total, lost))
 
-    def read(self, carry: Compensated) -> jax.Array:
+    def read(self, carry: Any) -> jax.Array:
         return carry.total
 
 

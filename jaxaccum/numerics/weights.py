@@ -35,21 +35,21 @@ def pair(function: str, name: str, weight: Any) -> Compensated:
             "number of tokens, for example `jnp.sum(mask)`."
         )
     if not isinstance(weight, jax.Array):
-        high = np.asarray(weight, dtype)
+        high = np.asarray(weight).astype(dtype)
         with np.errstate(invalid="ignore"):
-            low = np.float64(weight) - np.float64(high)
-        return Compensated(jnp.asarray(high), jnp.asarray(low if np.isfinite(low) else 0, dtype))
+            rest = np.float64(weight) - np.float64(high)
+        return Compensated(jnp.asarray(high), jnp.asarray(rest if np.isfinite(rest) else 0, dtype))
     if jnp.issubdtype(weight.dtype, jnp.integer):
         # Both halves have few enough bits to convert exactly.
         low = weight & 0xFFFF
-        return _PAIR.fold(_PAIR.start((weight - low).astype(dtype)), low.astype(dtype))
-    high = weight.astype(dtype)
-    return Compensated(high, jnp.zeros_like(high))
+        return add(_PAIR.start((weight - low).astype(dtype)), _PAIR.start(low.astype(dtype)))
+    rounded = weight.astype(dtype)
+    return Compensated(rounded, jnp.zeros_like(rounded))
 
 
 def add(a: Compensated, b: Compensated) -> Compensated:
     """The exact sum of two weights."""
-    return _PAIR.merge(a, b)
+    return Compensated(*_PAIR.merge(a, b))
 
 
 def is_zero(weight: Compensated) -> jax.Array:
