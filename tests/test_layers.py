@@ -1,0 +1,100 @@
+"""The architecture: which module may import which, and what `import jaxaccum` loads."""
+
+import ast
+import graphlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jaxaccum
+
+PACKAGE = pathlib.Path(jaxaccum.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+LAYERS = {"core": 0, "numerics": 1, "folds": 2, "adapters": 4}
+TOP = 3
+
+
+def module_of(path):
+    parts = ("jaxaccum", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): ast.parse(path.read_text()) for path in FILES}
+
+
+def layer_of(module):
+    """The layer by the first name below the package; the root itself stands on all but adapters."""
+    parts = module.split(".")
+    return LAYERS.get(parts[1], TOP) if len(parts) > 1 else TOP
+
+
+def imports_of(module):
+    """Every module that `module` imports anywhere in its text, with `from a import b` as `a.b`."""
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def inner_imports_of(module):
+    """The package's own modules among the imports."""
+    for name in imports_of(module):
+        if name.split(".")[0] == "jaxaccum":
+            yield name if name in MODULES else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    for imported in inner_imports_of(module):
+        assert imported in MODULES, imported
+        assert layer_of(imported) <= layer_of(module), f"{module} imports {imported} above it"
+        if module != "jaxaccum":
+            assert imported != "jaxaccum", f"{module} imports the root package"
+
+
+def test_imports_make_no_circle():
+    graph = {module: set(inner_imports_of(module)) - {module} for module in MODULES}
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_private_jax(module):
+    private = [name for name in imports_of(module) if name.startswith("jax._src")]
+    names = [
+        ast.unparse(node)
+        for node in ast.walk(MODULES[module])
+        if isinstance(node, ast.Attribute) and node.attr == "_src"
+    ]
+    assert not private + names
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_assert(module):
+    lines = [node.lineno for node in ast.walk(MODULES[module]) if isinstance(node, ast.Assert)]
+    assert not lines
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is(module):
+    assert ast.get_docstring(MODULES[module])
+
+
+def test_the_root_namespace_is_small():
+    names = [name for name in vars(jaxaccum) if not name.startswith("_")]
+    modules = {name.split(".")[1] for name in MODULES if "." in name}
+    assert len(set(names) - modules) <= 40
+
+
+def test_importing_loads_jax_and_optax_and_nothing_heavier():
+    heavy = {"flax", "orbax", "matplotlib", "grain", "tensorflow", "torch", "tqdm"}
+    code = (
+        "import sys; before = set(sys.modules); import jax, optax; base = set(sys.modules);"
+        "import jaxaccum; new = {m.split('.')[0] for m in set(sys.modules) - base};"
+        f"print(sorted(new & {heavy}), 'jax' in sys.modules, 'optax' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["[]", "True", "True"]
