@@ -177,6 +177,12 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def is_explicit(mesh: Any, name: str) -> bool:
+    """Whether the mesh axis `name` is of the Explicit type, whose shardings are part of types."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return kinds[name] == jax.sharding.AxisType.Explicit
+
+
 def promote(*dtypes: Any) -> Any:
     """The common dtype of `dtypes`, also under `jax_numpy_dtype_promotion="strict"`."""
     with jax.numpy_dtype_promotion("standard"):

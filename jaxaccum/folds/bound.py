@@ -231,8 +231,8 @@ class Bound:
         local = {"skipped": self._num_run() - local["num"], **local}
         local.pop("finite", None)
         reducers = self._reducers(local)
-        flat_reducers, tree = jax.tree.flatten(reducers)
-        carries = tree.flatten_up_to(local)
+        tree: Any = jax.tree.structure(reducers)
+        flat_reducers, carries = jax.tree.leaves(reducers), tree.flatten_up_to(local)
         carries = devices.reduce(flat_reducers, carries, self.axes, local["num"] > 0)
         out = jax.tree.unflatten(tree, carries)
         terms = self.first_loss().terms

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxaccum.core import checks, compat
@@ -23,9 +24,29 @@ _COLLECTIVES = {
 # Through these a loss is a multiple of what went in: a psum behind them was taken of the loss
 # itself, not of something inside the model, such as synchronised batch statistics.
 _LINEAR = frozenset(
-    "add add_any sub neg mul div convert_element_type reshape squeeze broadcast_in_dim "
-    "reduce_sum select_n copy pcast pvary jit pjit stop_gradient".split()
+    """add add_any sub neg mul div convert_element_type reshape squeeze broadcast_in_dim reduce_sum
+    select_n copy pcast pvary stop_gradient""".split()  # noqa: SIM905
 )
+
+
+def names_of(function: str, argument: str, value: Any) -> tuple[str, ...]:
+    """One axis name or a sequence of them as a tuple; `None` is none.
+
+    Raises:
+      TypeError: `value` is something else.
+      ValueError: a name comes twice.
+    """
+    if value is None:
+        return ()
+    names = (value,) if isinstance(value, str) else value
+    if not (isinstance(names, Sequence) and names and all(isinstance(n, str) for n in names)):
+        raise TypeError(
+            f"{function}: `{argument}` must be the name of a mesh axis or a tuple of names, got "
+            f"{checks.describe(value)}."
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{function}: `{argument}` names an axis twice, got {tuple(names)}.")
+    return tuple(names)
 
 
 def axes(function: str, axis_name: Any) -> tuple[str, ...]:
@@ -35,16 +56,7 @@ def axes(function: str, axis_name: Any) -> tuple[str, ...]:
       TypeError: `axis_name` is not a name or a sequence of names.
       ValueError: a name is not bound by `shard_map` or `pmap` around the call.
     """
-    if axis_name is None:
-        return ()
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not (isinstance(names, Sequence) and names and all(isinstance(n, str) for n in names)):
-        raise TypeError(
-            f"{function}: `axis_name` must be the name of a mesh axis or a tuple of names, got "
-            f"{checks.describe(axis_name)}."
-        )
-    if len(set(names)) != len(names):
-        raise ValueError(f"{function}: `axis_name` names an axis twice, got {tuple(names)}.")
+    names = names_of(function, "axis_name", axis_name)
     for name in names:
         if not is_bound(name):
             raise ValueError(
@@ -52,7 +64,7 @@ def axes(function: str, axis_name: Any) -> tuple[str, ...]:
                 "it inside `jax.shard_map` or `jax.pmap` over that axis, or use "
                 f"`spmd_axis_name={name!r}` under plain `jit`."
             )
-    return tuple(names)
+    return names
 
 
 def is_bound(name: str) -> bool:
@@ -119,6 +131,34 @@ def agree(flag: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if not names:
         return flag
     return lax.pmin(flag.astype(jnp.int32), names) > 0
+
+
+def with_device_axis(tree: Any, names: tuple[str, ...]) -> Any:
+    """Adds a leading axis of devices to every leaf: this device's 1, or all of them outside.
+
+    Outside of `shard_map` and `pmap` the mesh of the context says how many there are.
+    """
+    if not names:
+        return tree
+    if all(is_bound(name) for name in names):
+        return vary(jax.tree.map(lambda x: x[None], tree), checked(names))
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(names) <= set(mesh.axis_names):
+        return jax.tree.map(lambda x: x[None], tree)
+    number = int(np.prod([mesh.shape[name] for name in names]))
+    spec = jax.sharding.PartitionSpec(names)
+
+    def spread(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x[None], (number, *x.shape))
+        explicit = all(compat.is_explicit(mesh, name) for name in names)
+        return jax.sharding.reshard(x, spec) if explicit else x
+
+    return jax.tree.map(spread, tree)
+
+
+def without_device_axis(tree: Any, names: tuple[str, ...]) -> Any:
+    """The leaves of one device, without their leading axis."""
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree) if names else tree
 
 
 def _widened(collective: Any, x: jax.Array) -> jax.Array:

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jaxaccum.core import checks
+from jaxaccum.core import checks, compat
 from jaxaccum.core.reducers import Concatenation, reducers_of
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import cut
+from jaxaccum.folds import cut, devices
 
 
 def axes(function: str, spmd_axis_name: Any, axis_name: Any) -> tuple[str, ...]:
@@ -23,13 +23,7 @@ def axes(function: str, spmd_axis_name: Any, axis_name: Any) -> tuple[str, ...]:
             f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
             "for plain `jit`; pass one of them."
         )
-    names = (spmd_axis_name,) if isinstance(spmd_axis_name, str) else spmd_axis_name
-    if not (isinstance(names, Sequence) and names and all(isinstance(n, str) for n in names)):
-        raise TypeError(
-            f"{function}: `spmd_axis_name` must be the name of a mesh axis or a tuple of names, "
-            f"got {checks.describe(spmd_axis_name)}."
-        )
-    return tuple(names)
+    return devices.names_of(function, "spmd_axis_name", spmd_axis_name)
 
 
 def spread(
@@ -64,7 +58,7 @@ def spread(
             "per device, or drop rows on purpose."
         )
     split = PartitionSpec(names)
-    num_real = keywords.get("num_real")
+    num_real: Any = keywords.get("num_real")
     per_device = np.ndim(num_real) == 1
     if per_device and np.shape(num_real) != (number,):
         raise ValueError(
@@ -127,13 +121,13 @@ def _kinds(sums: WindowSums) -> list[str]:
 def _place(x: Any, split: PartitionSpec, mesh: Any, names: tuple[str, ...]) -> jax.Array:
     """Rows split over `names`, where an Explicit mesh would refuse other types."""
     x = jnp.asarray(x)
-    explicit = all(mesh._name_to_type[name] == AxisType.Explicit for name in names)
+    explicit = all(compat.is_explicit(mesh, name) for name in names)
     return jax.sharding.reshard(x, split) if explicit else x
 
 
 def _mesh(function: str, names: tuple[str, ...], arguments: Any) -> Any:
     """The mesh of the context, or else the one in the types or shardings of the arguments."""
-    candidates = [jax.sharding.get_abstract_mesh()]
+    candidates: list[Any] = [jax.sharding.get_abstract_mesh()]
     for leaf in jax.tree.leaves(arguments):
         if isinstance(leaf, jax.Array):
             candidates.append(getattr(jax.typeof(leaf).sharding, "mesh", None))
