@@ -288,10 +288,10 @@ def _check_local(updates: Any, axes: tuple[str, ...]) -> None:
     for path, grad in jax.tree_util.tree_leaves_with_path(updates):
         if is_inexact(grad) and not over <= compat.varying_axes(grad):
             raise TypeError(
-                f"multi_steps: `updates{jax.tree_util.keystr(path)}` is the same on all devices "
-                f"of `axis_name` {tuple(sorted(over))}, so it was reduced already. Pass each device's "
-                "own sum: `ja.accumulate` keeps it local, and so does `jax.grad` in parameters cast "
-                'with `jax.lax.pcast(params, axis, to="varying")`.'
+                f"multi_steps: `updates{jax.tree_util.keystr(path)}` is the same on all devices of "
+                f"`axis_name` {tuple(sorted(over))}, so it was reduced already. Pass each device's "
+                "own sum: `ja.accumulate` keeps it local, and so does `jax.grad` in parameters "
+                'cast with `jax.lax.pcast(params, axis, to="varying")`.'
             )
 
 
