@@ -23,6 +23,7 @@ from jaxaccum.folds.stream import until_weight as until_weight
 from jaxaccum.folds.stream_state import MultiStepsState as MultiStepsState
 from jaxaccum.folds.stream_state import flush as flush
 from jaxaccum.folds.stream_state import has_updated as has_updated
+from jaxaccum.folds.stream_state import state_specs as state_specs
 from jaxaccum.folds.window import accumulate as accumulate
 from jaxaccum.folds.window import denominators as denominators
 from jaxaccum.folds.window import value_and_grad as value_and_grad

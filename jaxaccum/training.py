@@ -153,20 +153,20 @@ def train_step(
         def inner_fn(sums: Any, inner_state: Any, operands: Any) -> Any:
             loss, params = operands
             tree = jax.tree.unflatten(jax.tree.structure(grads), sums)
-            return inner.update(tree, inner_state, params, value=loss, grad=tree)
+            return *inner.update(tree, inner_state, params, value=loss, grad=tree), True
 
         own = jax.tree.map(lambda g, p: jax.ShapeDtypeStruct(p.shape, p.dtype), grads, trainable)
         operands = (window.loss, trainable)
         types = jax.eval_shape(inner_fn, jax.tree.leaves(own), state.inner_state, operands)[0]
         sums = jax.tree.leaves(grads)
-        updates, _, inner_state = hand_over(
+        updates, _, inner_state, _ = hand_over(
             applying,
             inner_fn,
             sums,
             state.inner_state,
             operands,
             types,
-            find_homes(types, grads, range(len(sums)), sums),
+            find_homes(types, jax.tree.structure(grads), range(len(sums)), sums),
         )
         new_params = jax.tree.map(
             lambda new, old: old if new is None else new,

@@ -51,22 +51,31 @@ def stage(fn: Callable[..., Any], *args: Any) -> Staged:
     return Staged(*jax.make_jaxpr(fn, return_shape=True)(*args))
 
 
-def prune(staged: Staged, keep: Sequence[bool]) -> tuple[Staged, list[bool]]:
+def prune(
+    staged: Staged, keep: Sequence[bool], differentiated: Sequence[bool]
+) -> tuple[Staged, list[bool]]:
     """Keeps the flagged flat outputs of `staged` and only the equations that they need.
+
+    Where the kept outputs seem to need a `differentiated` input, the program is searched once more
+    through its custom derivatives and inner jits.
 
     Returns:
       The pruned program, which takes only the inputs it reads and returns a flat list, and a flag
       for each input of `staged` that says whether it is one of them.
     """
 
-    def kept_outputs(*flat: Any) -> list[Any]:
-        outs = _evaluate(_open(staged.closed), staged.closed.consts, flat)
-        return [out for out, k in zip(outs, keep, strict=True) if k]
+    closed = staged.closed
+    pruned, used = partial_eval.dce_jaxpr(open_jaxpr(closed), list(keep))[:2]
+    if any(d and u for d, u in zip(differentiated, used, strict=True)):
 
-    inlined = stage(kept_outputs, *staged.closed.in_avals).closed
-    pruned, used = partial_eval.dce_jaxpr(_open(inlined), [True] * sum(keep))[:2]
-    in_avals = [aval for aval, u in zip(inlined.in_avals, used, strict=True) if u]
-    return stage(lambda *flat: _evaluate(pruned, inlined.consts, flat), *in_avals), list(used)
+        def kept_outputs(*flat: Any) -> list[Any]:
+            outs = _evaluate(open_jaxpr(staged.closed), staged.closed.consts, flat)
+            return [out for out, k in zip(outs, keep, strict=True) if k]
+
+        closed = stage(kept_outputs, *staged.closed.in_avals).closed
+        pruned, used = partial_eval.dce_jaxpr(open_jaxpr(closed), [True] * sum(keep))[:2]
+    in_avals = [aval for aval, u in zip(closed.in_avals, used, strict=True) if u]
+    return stage(lambda *flat: _evaluate(pruned, closed.consts, flat), *in_avals), list(used)
 
 
 def depends(staged: Staged, differentiated: Sequence[bool]) -> list[bool]:
@@ -89,7 +98,7 @@ def depends(staged: Staged, differentiated: Sequence[bool]) -> list[bool]:
         start = [p for p, d in zip(primals, differentiated, strict=True) if d]
         return jax.jvp(at, tuple(start), tuple(moved))[1]
 
-    program = _open(stage(tangents, *avals, *moving).closed)
+    program = open_jaxpr(stage(tangents, *avals, *moving).closed)
     answers = []
     for out in range(len(program.outvars)):
         wanted = [index == out for index in range(len(program.outvars))]
@@ -98,8 +107,20 @@ def depends(staged: Staged, differentiated: Sequence[bool]) -> list[bool]:
     return answers
 
 
-def _open(closed: Any) -> Any:
+def open_jaxpr(closed: Any) -> Any:
+    """The jaxpr of a closed jaxpr, without its constants."""
     return getattr(closed, "jaxpr", closed)
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an input of an equation is a constant in the program's text."""
+    return isinstance(atom, jex.Literal)
+
+
+def wrapped(eqn: Any) -> Any:
+    """The program that `eqn` only wraps (`jit`, a custom derivative, …), or `None`."""
+    inner = eqn.params.get(_WRAPPERS.get(eqn.primitive.name, ""))
+    return None if inner is None else open_jaxpr(inner)
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -115,13 +136,14 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
         values = [read(atom) for atom in eqn.invars]
         inner = eqn.params.get(_WRAPPERS.get(eqn.primitive.name, ""))
         if inner is not None:
-            outs = _evaluate(_open(inner), getattr(inner, "consts", ()), values)
+            outs = _evaluate(open_jaxpr(inner), getattr(inner, "consts", ()), values)
         else:
             params = eqn.params
             if eqn.primitive.name == "scan":
                 body = params["jaxpr"]
                 flat = stage(
-                    lambda *xs, body=body: _evaluate(_open(body), body.consts, xs), *body.in_avals
+                    lambda *xs, body=body: _evaluate(open_jaxpr(body), body.consts, xs),
+                    *body.in_avals,
                 )
                 if not flat.closed.consts:
                     params = {**params, "jaxpr": flat.closed}
@@ -153,6 +175,12 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Casts `x` to differ over `axes`; axes over which it does already are left alone."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def is_explicit(mesh: Any, name: str) -> bool:
+    """Whether the mesh axis `name` is of the Explicit type, whose shardings are part of types."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return kinds[name] == jax.sharding.AxisType.Explicit
 
 
 def promote(*dtypes: Any) -> Any:

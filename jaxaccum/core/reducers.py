@@ -48,6 +48,10 @@ class Reducer:
         """One array from the values `[num, ...]` that each segment emitted; see `emits`."""
         raise NotImplementedError
 
+    def renormalise(self, carry: Any) -> Any:
+        """A carry whose arrays were summed over devices, in the form that `fold` expects."""
+        return carry
+
     def read(self, carry: Any) -> jax.Array:
         """The carry as one array."""
         return carry

@@ -22,7 +22,7 @@ from jaxaccum.core.reducers import (
     reducers_of,
 )
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import cut
+from jaxaccum.folds import cut, devices
 from jaxaccum.folds.losses import Loss, stage_loss
 from jaxaccum.folds.scan import Outcome, fold
 from jaxaccum.numerics import accumulators
@@ -42,6 +42,8 @@ class Options:
     skip_nonfinite: bool = False
     grad_reducers: Any = None
     unroll: int | bool = 1
+    axis_name: Any = None
+    spmd_axis_name: Any = None
 
 
 class Bound:
@@ -53,7 +55,15 @@ class Bound:
 
     def __init__(self, options: Options, args: Sequence[Any], key: Any, num_real: Any):
         name = options.function
-        self.options, self.args, self.batch, self.key = options, args, args[1], key
+        self.options, self.args, self.batch = options, args, args[1]
+        self.axes = devices.axes(name, options.axis_name)
+        # Gradients stay local only of parameters that are typed as different on each device.
+        self.varied = devices.checked(self.axes).union(
+            *(compat.varying_axes(x) for x in jax.tree.leaves(self.batch) if is_array(x))
+        )
+        if key is not None and self.axes:
+            key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
+        self.key = key
         self.segments = cut.segments(
             name, self.batch, options.num_microbatches, options.microbatch_size
         )
@@ -63,7 +73,8 @@ class Bound:
         differentiated = {p: args[p] for p in self.positions if p != 1}
         checks.arrays(name, differentiated, name="argument")
         self.leaves, self.tree = jax.tree.flatten(differentiated)
-        self.moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
+        moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
+        self.moving = devices.vary(moving, self.varied)
         self._losses: dict[int, Loss] = {}
 
     def first_loss(self) -> Loss:
@@ -91,9 +102,14 @@ class Bound:
                     args[position] = value
                 return self.options.loss_fn(*args, **({} if key is None else {"key": key}))
 
-            self._losses[size] = stage_loss(
+            loss = stage_loss(
                 self.options.function, call_fn, flat, size, has_aux=self.options.has_aux
             )
+            if self.axes:
+                devices.check_undivided(
+                    self.options.function, loss.program, loss.terms.num_leaves, self.axes
+                )
+            self._losses[size] = loss
         cut_leaves = len(jax.tree.leaves(rows)) if 1 in self.positions else 0
         differentiated = [
             i < number or (i < number + cut_leaves and is_inexact(x)) for i, x in enumerate(flat)
@@ -106,7 +122,7 @@ class Bound:
         return jax.tree.unflatten(self.tree, leaves)
 
     def count(self, kept: Any = None) -> list[jax.Array]:
-        """The summed weight of each term, by a pass stripped of the model.
+        """The summed weight of each term, over all devices, by a pass stripped of the model.
 
         Args:
           kept: boolean for each micro-batch; only these are counted. `None`: all.
@@ -115,53 +131,60 @@ class Bound:
         def count_fn(index: Any, rows: Any) -> Outcome:
             loss, flat, differentiated = self._loss(index, rows)
             weights = loss.weights_fn(self.options.function, differentiated)(flat)
+            weights = devices.vary(weights, self.varied)
             return Outcome(weights, None if kept is None else kept[index])
 
-        return self._fold(count_fn, reducers_of_sums)
+        weights = self._fold(count_fn, reducers_of_sums)
+        return devices.reduce(reducers_of_sums(weights), weights, self.axes, True)
 
     def sums(self, given: Any = None) -> WindowSums:
         """The window's sums, over the denominators `given` or else over its own."""
         terms = self.first_loss().terms
+        denominators = None
         if given is not None:
-            result, _ = self._pass(_denominators(self.options.function, given, terms))
+            denominators = _denominators(self.options.function, given, terms)
+            local = self._local(denominators)
         elif terms.num_leaves == 1:
-            result, _ = self._pass(None)
+            local = self._local(None)
         elif not self.options.skip_nonfinite:
-            result, _ = self._pass(self.count())
+            denominators = self.count()
+            local = self._local(denominators)
         else:
-            result = self._repeated()
-        return dataclasses.replace(result, denominators_given=given is not None)
+            denominators, local = self._repeated()
+        return self._reduced(local, denominators, given is not None)
 
-    def _repeated(self) -> WindowSums:
+    def _repeated(self) -> tuple[list[jax.Array], dict[str, Any]]:
         """Leaves out of the denominators what the fold leaves out, which only the fold knows.
 
-        All micro-batches are tried first; only if one was bad, the fold runs once more over those
-        that were kept.
+        All micro-batches are tried first; only if one was bad, on any device, the fold runs once
+        more over those that were kept.
         """
-        real = self.num_microbatches if self.num_real is None else self.num_real
-        kept = jnp.arange(self.num_microbatches) < real
-        result, finite = self._pass(self.count(kept), kept)
+        kept = jnp.arange(self.num_microbatches) < self._num_run()
+        kept = devices.vary(kept, self.varied)
+
+        def attempt(kept: jax.Array) -> Any:
+            denominators = self.count(kept)
+            local = self._local(denominators, kept)
+            good = devices.agree((~kept | local["finite"]).all(), self.axes)
+            return kept, denominators, local, good
 
         def once_more(state: Any) -> Any:
-            kept, finite, _ = state
-            kept = kept & finite
-            result, finite = self._pass(self.count(kept), kept)
-            return kept, finite, result
+            kept, _, local, _ = state
+            return attempt(kept & local["finite"])
 
-        def some_bad(state: Any) -> Any:
-            kept, finite, _ = state
-            return (kept & ~finite).any()
+        _, denominators, local, _ = jax.lax.while_loop(
+            lambda state: ~state[3], once_more, attempt(kept)
+        )
+        return denominators, local
 
-        result = jax.lax.while_loop(some_bad, once_more, (kept, finite, result))[2]
-        skipped = add(jnp.asarray(real, jnp.int32), -result.num_microbatches)
-        return dataclasses.replace(result, num_skipped=skipped)
+    def _num_run(self) -> Any:
+        return self.num_microbatches if self.num_real is None else self.num_real
 
-    def _pass(self, denominators: Any, kept: Any = None) -> tuple[WindowSums, Any]:
-        """One fold; also returns whether each micro-batch was finite, where that is asked for."""
+    def _local(self, denominators: Any, kept: Any = None) -> dict[str, Any]:
+        """One fold over this device's micro-batches: the carries, by name."""
         skip = self.options.skip_nonfinite
         seeds = None
         if denominators is not None:
-            denominators = [jnp.asarray(d, compat.promote(d, jnp.float32)) for d in denominators]
             seeds = [divide(1.0, d, empty=0.0) for d in denominators]
 
         def micro_fn(index: Any, rows: Any) -> Outcome:
@@ -184,7 +207,7 @@ class Bound:
             values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
             values["num"] = jnp.int32(1)
             if not skip:
-                return Outcome(values)
+                return Outcome(devices.vary(values, self.varied))
             finite = jnp.stack([jnp.isfinite(x).all() for x in (*grads, *totals, *weights)]).all()
             values["finite"] = finite
             # The gradients of the batch's own rows are not carried, so they are cleared here.
@@ -192,35 +215,45 @@ class Bound:
             values["grads"] = grads[:number] + [
                 jnp.where(finite, g, jnp.zeros_like(g)) for g in grads[number:]
             ]
+            values = devices.vary(values, self.varied)
             return Outcome(values, finite if kept is None else finite & kept[index])
 
-        def reducers_fn(values: Any) -> Any:
-            return {
-                **{name: reducers_of_sums(v) for name, v in values.items()},
-                "aux": reducers_of(values["aux"]),
-                "grads": self._grad_reducers(len(values["grads"])),
-                **({"finite": Stack()} if skip else {}),
-            }
+        return self._fold(micro_fn, self._reducers)
 
-        out = self._fold(micro_fn, reducers_fn)
+    def _reducers(self, values: dict[str, Any]) -> dict[str, Any]:
+        special = {"aux": reducers_of(values["aux"]), "grads": self._grad_reducers(values["grads"])}
+        if "finite" in values:
+            special["finite"] = Stack()
+        return {name: special.get(name, reducers_of_sums(v)) for name, v in values.items()}
+
+    def _reduced(self, local: dict[str, Any], denominators: Any, given: bool) -> WindowSums:
+        """The one reduction over devices."""
+        local = {"skipped": self._num_run() - local["num"], **local}
+        local.pop("finite", None)
+        reducers = self._reducers(local)
+        tree: Any = jax.tree.structure(reducers)
+        flat_reducers, carries = jax.tree.leaves(reducers), tree.flatten_up_to(local)
+        carries = devices.reduce(flat_reducers, carries, self.axes, local["num"] > 0)
+        out = jax.tree.unflatten(tree, carries)
         terms = self.first_loss().terms
-        reducers = self._grad_reducers(len(out["grads"]))
+        grad_reducers = reducers["grads"]
         grads, leaf_reducers = self._gradients(
-            [r.read(g) for r, g in zip(reducers, out["grads"], strict=True)], reducers
+            [r.read(g) for r, g in zip(grad_reducers, out["grads"], strict=True)], grad_reducers
         )
-        run = self.num_microbatches if self.num_real is None else self.num_real
+        if denominators is not None:
+            denominators = jax.tree.unflatten(terms, denominators)
         special = any(not isinstance(r, Addition) for r in leaf_reducers)
-        sums = WindowSums(
+        return WindowSums(
             grads=grads,
             loss=jax.tree.unflatten(terms, out["loss"]),
             weight=jax.tree.unflatten(terms, out["weight"]),
             aux=out["aux"],
             num_microbatches=out["num"],
-            num_skipped=add(jnp.asarray(run, jnp.int32), -out["num"]),
-            denominators=None if seeds is None else jax.tree.unflatten(terms, denominators),
+            num_skipped=out["skipped"],
+            denominators=denominators,
+            denominators_given=given,
             grad_reducers=tuple(leaf_reducers) if special else None,
         )
-        return sums, out.get("finite")
 
     def _fold(self, micro_fn: Any, reducers_fn: Any) -> Any:
         return fold(
@@ -234,11 +267,11 @@ class Bound:
 
     # Gradient leaves: carried as a flat list, returned in the structure of `argnums`.
 
-    def _grad_reducers(self, number: int) -> list[Reducer]:
+    def _grad_reducers(self, grads: Sequence[Any]) -> list[Reducer]:
         """The reducers of the gradient leaves; rows of the batch are concatenated."""
         pairs = zip(self._parameter_reducers(), self.leaves, strict=True)
         chosen = [reducer for reducer, leaf in pairs if is_inexact(leaf)]
-        return chosen + [Concatenation()] * (number - len(chosen))
+        return chosen + [Concatenation()] * (len(grads) - len(chosen))
 
     def _parameter_reducers(self) -> list[Reducer]:
         accumulator, prefix = self.options.accumulator, self.options.grad_reducers
@@ -281,10 +314,6 @@ class Bound:
         leaves, tree = jax.tree.flatten(pairs, is_leaf=lambda x: isinstance(x, _Placed))
         return jax.tree.unflatten(tree, [p.value for p in leaves]), [p.reducer for p in leaves]
 
-    def differentiated(self) -> Any:
-        """The arguments that are differentiated, in the structure of `argnums`."""
-        return self._select(dict(enumerate(self.args)))
-
     def _select(self, arguments: dict[int, Any]) -> Any:
         """One tree for an int `argnums`, a tuple of trees for a sequence."""
         trees = tuple(arguments[p] for p in self.positions if p in arguments)
@@ -297,6 +326,11 @@ class _Placed:
 
     value: Any
     reducer: Reducer
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` has a type with axes; NumPy arrays and numbers are the same everywhere."""
+    return isinstance(x, jax.Array)
 
 
 def is_inexact(x: Any) -> bool:
@@ -339,4 +373,4 @@ def _denominators(function: str, given: Any, terms: Any) -> list[Any]:
             raise ValueError(
                 f"{function}: `denominators` must be scalars, got {checks.describe(leaf)}."
             )
-    return leaves
+    return [jnp.asarray(d) for d in leaves]

@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import compat
 
 
 def hand_over(
     applying: jax.Array,
-    inner_fn: Callable[..., tuple[Any, Any]],
+    inner_fn: Callable[..., tuple[Any, Any, Any]],
     sums: Sequence[jax.Array],
     inner_state: Any,
     operands: Any,
     types: Any,
     homes: Sequence[int | None],
-) -> tuple[Any, list[jax.Array], Any]:
+) -> tuple[Any, list[jax.Array], Any, jax.Array]:
     """Calls `inner_fn` where `applying` holds, and returns updates of zero elsewhere.
 
     The sums travel through the `cond` in place, and where it is taken the updates come back in
@@ -26,7 +26,8 @@ def hand_over(
 
     Args:
       applying: boolean scalar.
-      inner_fn: `inner_fn(sums, inner_state, operands)` to the updates and the inner state.
+      inner_fn: `inner_fn(sums, inner_state, operands)` to the updates, the inner state, and whether
+        the inner optimizer really ran.
       sums: the window's sums.
       inner_state: the state of the inner optimizer; its dtypes are kept.
       operands: a tree of whatever else `inner_fn` reads.
@@ -35,25 +36,26 @@ def hand_over(
         `None` where no sum can hold it exactly.
 
     Returns:
-      The updates; the sums, undefined where `applying` holds; the inner state.
+      The updates; the sums, undefined where `applying` holds; the inner state; whether the inner
+      optimizer ran.
     """
     wanted, tree = jax.tree.flatten(types)
 
     def close(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
-        updates, new_state = inner_fn(sums, inner_state, operands)
+        updates, new_state, ran = inner_fn(sums, inner_state, operands)
         slots, others = list(sums), []
         for update, like, home in zip(jax.tree.leaves(updates), wanted, homes, strict=True):
             if home is None:
                 others.append(cast(update, like))
             else:
                 slots[home] = cast(update, like).astype(sums[home].dtype)
-        return slots, others, jax.tree.map(cast, new_state, inner_state)
+        return slots, others, jax.tree.map(cast, new_state, inner_state), jnp.asarray(ran)
 
     def hold(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
         others = [no_update(t) for t, home in zip(wanted, homes, strict=True) if home is None]
-        return list(sums), others, inner_state
+        return list(sums), others, inner_state, jnp.zeros((), jnp.bool_)
 
-    slots, others, inner_state = jax.lax.cond(
+    slots, others, inner_state, ran = jax.lax.cond(
         applying, close, hold, list(sums), inner_state, operands
     )
     supply = iter(others)
@@ -63,20 +65,20 @@ def hand_over(
         else jnp.where(applying, slots[home].astype(like.dtype), no_update(like))
         for like, home in zip(wanted, homes, strict=True)
     ]
-    return jax.tree.unflatten(tree, updates), slots, inner_state
+    return jax.tree.unflatten(tree, updates), slots, inner_state, ran
 
 
-def find_homes(types: Any, grads: Any, places: Sequence[int | None], sums: Any) -> list[Any]:
+def find_homes(types: Any, tree: Any, places: Sequence[int | None], sums: Any) -> list[Any]:
     """For each update the sum of the same parameter, where its dtype and shape can hold it.
 
     Args:
       types: the tree of the updates' `jax.ShapeDtypeStruct`s.
-      grads: the gradient tree.
-      places: for each leaf of `grads` the position of its sum, or `None`.
+      tree: the tree structure of the gradients.
+      places: for each gradient leaf the position of its sum, or `None`.
       sums: the window's sums.
     """
     wanted = jax.tree.leaves(types)
-    if not checks.same_tree(types, grads):
+    if jax.tree.structure(types) != tree:
         return [None] * len(wanted)
 
     def fits(like: Any, place: int | None) -> bool:

@@ -45,7 +45,9 @@ class Loss(NamedTuple):
         """
         n = self.terms.num_leaves
         outputs = len(self.program.closed.out_avals)
-        pruned, used = compat.prune(self.program, [n <= i < 2 * n for i in range(outputs)])
+        pruned, used = compat.prune(
+            self.program, [n <= i < 2 * n for i in range(outputs)], differentiated
+        )
         moving = [d for d, u in zip(differentiated, used, strict=True) if u]
         if any(moving):
             paths = _paths(self.terms)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxaccum.core import checks
+from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean, divide
+from jaxaccum.folds import devices
 from jaxaccum.folds.bound import is_inexact
 from jaxaccum.folds.handover import cast, find_homes, hand_over
+from jaxaccum.folds.open_window import OpenWindow, carries_of, rebuild
 from jaxaccum.folds.stream_state import MultiStepsState
 from jaxaccum.numerics import accumulators, weights
 
@@ -41,6 +43,7 @@ def multi_steps(
     inner: optax.GradientTransformation,
     every: int | Callable[[jax.Array], Any] | until_weight,
     *,
+    axis_name: str | Sequence[str] | None = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool = False,
     mean_args: Sequence[str] = ("value",),
@@ -61,9 +64,13 @@ def multi_steps(
       inner: the optimizer; it sees the gradient of the large batch, and its step counts windows.
       every: micro-steps per window: a static int; or a function from the optimizer step (int32
         scalar) to an integer scalar, read at the window's start; or `until_weight(target)`.
+      axis_name: mesh axes over which the batch is split, inside `shard_map` or `pmap`: sums stay on
+        their device between calls and meet in one reduction when the window closes. Gradients
+        must not be reduced before. See `ja.state_specs` for the state's layout.
       accumulator: how the gradient sums are carried; float32 by default.
-      skip_nonfinite: leaves out every micro-step whose gradient or weight is not finite. It does
-        not advance the window: the next micro-step takes its place.
+      skip_nonfinite: leaves out every micro-step whose gradient or weight is not finite, on all
+        devices where it is not on one. It does not advance the window: the next micro-step takes
+        its place.
       mean_args: names of extra arguments that may be given as `ja.Mean`; `inner` receives their
         mean over the window.
       grad_args: names of extra arguments that are gradients (line searches take `grad=`); `inner`
@@ -109,6 +116,7 @@ def multi_steps(
     elif not callable(every):
         every = checks.integer("multi_steps", "every", every)
     inner = optax.with_extra_args_support(inner)
+    names = devices.names_of("multi_steps", "axis_name", axis_name)
 
     def init_fn(params: Any) -> MultiStepsState:
         checks.arrays("multi_steps", params, name="params")
@@ -124,9 +132,9 @@ def multi_steps(
             num_skipped=jnp.zeros((), jnp.int32),
             num_empty=jnp.zeros((), jnp.int32),
             updated=jnp.zeros((), jnp.bool_),
-            weight_carry=weights.zero(),
-            grad_carry=jax.tree.map(carry, params),
-            mean_args={name: _no_mean() for name in mean_args},
+            weight_carry=devices.with_device_axis(weights.zero(), names),
+            grad_carry=devices.with_device_axis(jax.tree.map(carry, params), names),
+            mean_args=devices.with_device_axis({name: _no_mean() for name in mean_args}, names),
             # Some optimizers keep the parameters themselves: donating both would free them twice.
             inner_state=jax.tree.map(_own_buffer, inner.init(params)),
         )
@@ -144,9 +152,18 @@ def multi_steps(
             raise TypeError(
                 f"multi_steps: `state` must come from `init`, got {type(state).__name__}."
             )
-        leaves, tree = jax.tree.flatten(updates)
-        carries = _carries(updates, state)
+        axes = devices.axes("multi_steps", axis_name)
+        grad_carry, weight_carry, mean_sums = devices.without_device_axis(
+            (state.grad_carry, state.weight_carry, state.mean_args), axes
+        )
+        if flush:  # there is no gradient, but the updates need its types
+            like = accumulators.read(grad_carry) if params is None else params
+            updates = jax.tree.map(jnp.zeros_like, like)
+        else:
+            _check_local(updates, axes)
+        carries = carries_of(updates, grad_carry)
         means, extra_args = _split_extra_args(extra_args, mean_args, every_mean=flush)
+        leaves, tree = jax.tree.flatten(updates)
         ordinals = itertools.count()
         places = [next(ordinals) if is_inexact(g) else None for g in leaves]
         grads = [jnp.asarray(g) for g, p in zip(leaves, places, strict=True) if p is not None]
@@ -165,7 +182,7 @@ def multi_steps(
         samples = {name: jnp.zeros((), jnp.float32) for name in means}
         types = jax.eval_shape(run_inner, grads, samples, state.inner_state, params)[0]
 
-        if _is_one(every) and weight is None and not (skip_nonfinite or flush):
+        if _is_one(every) and weight is None and not (skip_nonfinite or flush or axes):
             # Without accumulation the gradients reach the optimizer untouched.
             values = {name: mean.value for name, mean in means.items()}
             new_updates, inner_state = run_inner(grads, values, state.inner_state, params)
@@ -176,122 +193,106 @@ def multi_steps(
             )
 
         # The window with this micro-step in it, unless that is skipped.
-        window = _Window(carries, state.weight_carry, state.mean_args)
+        window = OpenWindow(carries, weight_carry, mean_sums)
         keep = jnp.asarray(not flush)
         if not flush:
-            larger = window.fold(
-                accumulator,
-                grads,
-                weights.pair("multi_steps", "weight", 1 if weight is None else weight),
-                means,
-            )
+            one = weights.pair("multi_steps", "weight", 1 if weight is None else weight)
+            one, means = devices.vary((one, means), devices.checked(axes))
+            larger = window.fold(accumulator, grads, one, means)
             if skip_nonfinite:
-                keep = _all_finite([*grads, larger.weight.total])
+                keep = devices.agree(_all_finite([*grads, larger.weight.total]), axes)
                 larger = larger.select(keep, window)
             window = larger
         micro_step = state.micro_step + keep.astype(jnp.int32)
         if flush:
             closing = micro_step > 0
         else:
-            closing = keep & _is_full(every, micro_step, window.weight, state.optimizer_step)
-        applying = closing & ~weights.is_zero(window.weight)
+            full = _is_full(every, micro_step, window.weight, state.optimizer_step, axes)
+            closing = keep & full
 
-        def inner_fn(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
+        def divide_and_run(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
             window, params = operands
             window = window.with_sums(sums)
             mean = [accumulator.read(c) for c in window.carries]
             if normalize:
                 mean = [divide(g, accumulators.read(window.weight), empty=0.0) for g in mean]
             values = {name: window.means[name].value for name in means}
-            return run_inner(mean, values, inner_state, params)
+            return *run_inner(mean, values, inner_state, params), True
 
+        def reduce_first(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
+            window, params = operands
+            window = window.with_sums(sums).across(accumulator, axes)
+            updates, _, inner_state, ran = hand_over(
+                ~weights.is_zero(window.weight),
+                divide_and_run,
+                window.sums(),
+                inner_state,
+                (window.without_sums(), params),
+                types,
+                find_homes(types, tree, places, window.sums()),
+            )
+            return updates, inner_state, ran
+
+        # Over devices the weight is known only after the reduction, and the updates, which are
+        # the same everywhere, cannot come back in the buffers of sums that are not.
         sums = window.sums()
-        new_updates, sums, inner_state = hand_over(
-            applying,
-            inner_fn,
+        nowhere = [None] * len(jax.tree.leaves(types))
+        new_updates, sums, inner_state, applied = hand_over(
+            closing if axes else closing & ~weights.is_zero(window.weight),
+            reduce_first if axes else divide_and_run,
             sums,
             state.inner_state,
             (window.without_sums(), params),
             types,
-            find_homes(types, updates, places, sums),
+            nowhere if axes else find_homes(types, tree, places, sums),
         )
         window = window.with_sums(sums)
         window = jax.tree.map(lambda x: jnp.where(closing, jnp.zeros_like(x), x), window)
+        grad_carry, weight_carry, mean_sums = devices.with_device_axis(
+            (rebuild(window.carries, grad_carry, updates), window.weight, window.means), axes
+        )
         return new_updates, MultiStepsState(
             micro_step=jnp.where(closing, 0, micro_step),
-            optimizer_step=_count(state.optimizer_step, applying),
+            optimizer_step=_count(state.optimizer_step, applied),
             num_skipped=_count(state.num_skipped, ~keep & (not flush)),
-            num_empty=_count(state.num_empty, closing & ~applying),
-            updated=applying,
-            weight_carry=window.weight,
-            grad_carry=_rebuild(window.carries, state, updates),
-            mean_args=window.means,
+            num_empty=_count(state.num_empty, closing & ~applied),
+            updated=applied,
+            weight_carry=weight_carry,
+            grad_carry=grad_carry,
+            mean_args=mean_sums,
             inner_state=inner_state,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Window(NamedTuple):
-    """What the open window holds: carries of the inexact gradients, weight, averaged arguments."""
-
-    carries: list[Any]
-    weight: accumulators.Compensated
-    means: dict[str, Mean]
-
-    def fold(
-        self,
-        accumulator: accumulators.Accumulator,
-        grads: Sequence[jax.Array],
-        weight: accumulators.Compensated,
-        means: dict[str, Mean],
-    ) -> "_Window":
-        """The window with one more micro-step."""
-        carries = [
-            accumulator.start(g) if c is None else accumulator.fold(c, g)
-            for c, g in zip(self.carries, grads, strict=True)
-        ]
-        sums = {n: old + means[n] if n in means else old for n, old in self.means.items()}
-        return _Window(carries, weights.add(self.weight, weight), sums)
-
-    def select(self, keep: jax.Array, other: "_Window") -> "_Window":
-        """This window where `keep` holds, `other` elsewhere."""
-
-        def choose(new: Any, old: Any) -> Any:
-            if old is None:
-                return new
-            return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
-
-        return _Window(
-            [choose(a, b) for a, b in zip(self.carries, other.carries, strict=True)],
-            choose(self.weight, other.weight),
-            choose(self.means, other.means),
-        )
-
-    # The first array of each carry is the sum itself; `hand_over` lends its buffer.
-
-    def sums(self) -> list[jax.Array]:
-        return [jax.tree.leaves(c)[0] for c in self.carries]
-
-    def without_sums(self) -> "_Window":
-        return self.with_sums([None] * len(self.carries))
-
-    def with_sums(self, sums: Sequence[Any]) -> "_Window":
-        carries = []
-        for carry, total in zip(self.carries, sums, strict=True):
-            leaves, tree = jax.tree.flatten(carry, is_leaf=lambda x: x is None)
-            carries.append(jax.tree.unflatten(tree, [total, *leaves[1:]]))
-        return self._replace(carries=carries)
-
-
 def _is_full(
-    every: Any, micro_step: jax.Array, weight: accumulators.Compensated, optimizer_step: jax.Array
+    every: Any,
+    micro_step: jax.Array,
+    weight: accumulators.Compensated,
+    optimizer_step: jax.Array,
+    axes: tuple[str, ...],
 ) -> jax.Array:
     """Whether the window that holds `micro_step` micro-steps and `weight` closes."""
     if not isinstance(every, until_weight):
         return micro_step >= _window_length(every, optimizer_step)
     target = every.target(optimizer_step) if callable(every.target) else every.target
+    if axes:
+        weight = accumulators.Compensated(*jax.lax.psum(tuple(weight), axes))
     return weights.reaches(weight, weights.pair("multi_steps", "until_weight", target))
+
+
+def _check_local(updates: Any, axes: tuple[str, ...]) -> None:
+    """Refuses gradients that are the same on all devices, which would be summed once too often."""
+    over = devices.checked(axes)
+    for path, grad in jax.tree_util.tree_leaves_with_path(updates):
+        if is_inexact(grad) and not over <= compat.varying_axes(grad):
+            raise TypeError(
+                f"multi_steps: `updates{jax.tree_util.keystr(path)}` is the same on all devices of "
+                f"`axis_name` {tuple(sorted(over))}, so it was reduced already. Pass each device's "
+                "own sum: `ja.accumulate` keeps it local, and so does `jax.grad` in parameters "
+                'cast with `jax.lax.pcast(params, axis, to="varying")`.'
+            )
 
 
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -316,47 +317,6 @@ def _window_length(every: Any, optimizer_step: jax.Array) -> Any:
 
 def _is_one(every: Any) -> bool:
     return isinstance(every, int) and every == 1
-
-
-def _carries(updates: Any, state: MultiStepsState) -> list[Any]:
-    """The carry of each inexact gradient leaf, after checking that the trees match."""
-    held, held_tree = jax.tree.flatten(state.grad_carry, is_leaf=accumulators.is_carry)
-    given_tree: Any = jax.tree.structure(updates, is_leaf=lambda x: x is None)
-    remedy = "Pass gradients of the parameters that `init` saw."
-    if held_tree != given_tree:
-        raise ValueError(
-            f"multi_steps: `updates` has the tree structure {given_tree}, but the state was made "
-            f"for {held_tree}. {remedy}"
-        )
-    bare = all(carry is None for carry in held)
-    carries = []
-    for (path, grad), carry in zip(
-        jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None),
-        held,
-        strict=True,
-    ):
-        if grad is None or not is_inexact(grad):
-            continue
-        expected = None if carry is None else np.shape(accumulators.read(carry))
-        if not bare and np.shape(grad) != expected:
-            raise ValueError(
-                f"multi_steps: `updates{jax.tree_util.keystr(path)}` is {checks.describe(grad)}, "
-                f"but the state holds a sum of shape {expected}. {remedy}"
-            )
-        carries.append(carry)
-    return carries
-
-
-def _rebuild(carries: Sequence[Any], state: MultiStepsState, updates: Any) -> Any:
-    """The carry tree of the state with new carries in the places of inexact gradients."""
-    held, tree = jax.tree.flatten(state.grad_carry, is_leaf=accumulators.is_carry)
-    given = jax.tree.leaves(updates, is_leaf=lambda x: x is None)
-    supply = iter(carries)
-    new = []
-    for old, grad in zip(held, given, strict=True):
-        carry = next(supply) if grad is not None and is_inexact(grad) else old
-        new.append(None if old is None else carry)
-    return jax.tree.unflatten(tree, new)
 
 
 def _split_extra_args(

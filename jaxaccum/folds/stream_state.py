@@ -1,12 +1,15 @@
 """The state of `multi_steps`, and what can be asked of it."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
 from jaxaccum.core.mean import Mean
+from jaxaccum.folds import devices
 from jaxaccum.numerics import accumulators, weights
 
 
@@ -89,6 +92,44 @@ def has_updated(state: Any) -> jax.Array:
     return find_state("has_updated", state).updated
 
 
+def state_specs(state: Any, axis_name: str | Sequence[str]) -> Any:
+    """How a `multi_steps(axis_name=...)` state is laid out over the mesh.
+
+    For the `in_specs` and `out_specs` of the `shard_map` that carries the state through jitted
+    calls: fields that differ per device (`grad_carry`, `weight_carry`, `mean_args`) have a leading
+    axis of devices and the spec `P(axis_name)`, all others `P()`.
+
+    Args:
+      state: the state, alone or inside that of `optax.chain` and the like; arrays or the result
+        of `jax.eval_shape(tx.init, params)`.
+      axis_name: the mesh axes, as given to `multi_steps`.
+
+    Returns:
+      A tree like `state` with `PartitionSpec` leaves.
+
+    Example:
+      >>> import jax, jaxaccum as ja, jax.numpy as jnp, optax
+      >>> tx = ja.multi_steps(optax.sgd(1.0), 2, axis_name="data")
+      >>> specs = ja.state_specs(jax.eval_shape(tx.init, jnp.ones(3)), "data")
+      >>> print(specs.grad_carry, specs.micro_step)
+      P('data',) P()
+    """
+    names = devices.names_of("state_specs", "axis_name", axis_name)
+    local = PartitionSpec(names if len(names) > 1 else names[0])
+
+    def specs(node: Any) -> Any:
+        if not isinstance(node, MultiStepsState):
+            return PartitionSpec()
+        whole = jax.tree.map(lambda _: PartitionSpec(), node)
+        return whole._replace(
+            weight_carry=jax.tree.map(lambda _: local, node.weight_carry),
+            grad_carry=jax.tree.map(lambda _: local, node.grad_carry),
+            mean_args=jax.tree.map(lambda _: local, node.mean_args),
+        )
+
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, MultiStepsState))
+
+
 def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
     """Applies a partial window, divided by the weight that it really holds.
 
@@ -121,7 +162,6 @@ def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[A
       >>> print(updates, ja.has_updated(state))
       -3.0 True
     """
-    inner = find_state("flush", state)
-    like = params if params is not None else inner.grad_sum
-    zeros = jax.tree.map(jnp.zeros_like, like)
+    like = find_state("flush", state).grad_sum
+    zeros = jax.tree.map(jnp.zeros_like, like if params is None else params)
     return tx.update(zeros, state, params, flush=True, **extra_args)

@@ -1,5 +1,6 @@
 """One window inside a step: `accumulate`, `value_and_grad`, `denominators`."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut
+from jaxaccum.folds import cut, spmd
 from jaxaccum.folds.bound import Bound, Options, is_inexact
 from jaxaccum.numerics import accumulators
 
@@ -20,6 +21,8 @@ def accumulate(
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool = False,
     grad_reducers: Any = None,
@@ -46,6 +49,12 @@ def accumulate(
       has_aux: whether `loss_fn` returns `(loss, aux)`. Leaves of `aux` are combined by their
         marks: `Mean`, `Sum`, `Max`, `Min`, `Last`, `Concat`; a bare array is stacked along a new
         leading axis of micro-batches.
+      axis_name: mesh axes over which the batch is split, inside `jax.shard_map` or `jax.pmap`: the
+        sums of all devices meet in one reduction at the end. `num_real` may differ per device;
+        keys do. Stacked and `Concat` outputs stay on their device, as shards of the whole.
+      spmd_axis_name: the same under plain `jit`: mesh axes over which the rows of the batch are
+        split. The mesh is that of `jax.set_mesh`, or of the arguments. Rows must divide by the
+        devices; `num_real` may hold one number for each.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
         loss or gradient is not finite; the window is shorter by it. What is stacked or
@@ -78,6 +87,8 @@ def accumulate(
         microbatch_size,
         argnums=argnums,
         has_aux=has_aux,
+        axis_name=axis_name,
+        spmd_axis_name=spmd_axis_name,
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
@@ -92,7 +103,7 @@ def accumulate(
         num_real: Any = None,
         denominators: Any = None,
     ) -> WindowSums:
-        return Bound(options, (params, batch, *args), key, num_real).sums(denominators)
+        return _sums(options, (params, batch, *args), key, num_real, denominators)
 
     return accumulate_fn
 
@@ -104,6 +115,8 @@ def value_and_grad(
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool = False,
     grad_reducers: Any = None,
@@ -122,6 +135,8 @@ def value_and_grad(
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: the positional arguments to differentiate.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
+      axis_name: mesh axes over which the sums are reduced, once, inside `shard_map` or `pmap`.
+      spmd_axis_name: mesh axes over which the sums are reduced, once, under plain `jit`.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: whether to leave out micro-batches that are not finite.
       grad_reducers: reducers of gradient leaves that are not sums.
@@ -150,6 +165,8 @@ def value_and_grad(
         microbatch_size,
         argnums=argnums,
         has_aux=has_aux,
+        axis_name=axis_name,
+        spmd_axis_name=spmd_axis_name,
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
@@ -164,9 +181,12 @@ def value_and_grad(
         num_real: Any = None,
         denominators: Any = None,
     ) -> Any:
-        bound = Bound(options, (params, batch, *args), key, num_real)
-        window = finalize(bound.sums(denominators))
-        grads = jax.tree.map(_like, window.grads, bound.differentiated())
+        every = (params, batch, *args)
+        window = finalize(_sums(options, every, key, num_real, denominators))
+        positions = checks.argnums("value_and_grad", argnums, len(every))
+        wanted = tuple(every[p] for p in positions)
+        wanted = wanted if isinstance(argnums, Sequence) else wanted[0]
+        grads = jax.tree.map(_like, window.grads, wanted)
         return ((window.loss, window.aux) if has_aux else window.loss), grads
 
     return value_and_grad_fn
@@ -179,6 +199,7 @@ def denominators(
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    axis_name: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """Counts the weights of a loss's terms over a batch, without running the model.
 
@@ -191,6 +212,7 @@ def denominators(
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: the positional arguments to differentiate.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
+      axis_name: mesh axes over which the weights are summed.
 
     Returns:
       `d(params, batch, *args, key=None, num_real=None)`, which returns the summed weights in the
@@ -215,6 +237,7 @@ def denominators(
         microbatch_size,
         argnums=argnums,
         has_aux=has_aux,
+        axis_name=axis_name,
     )
 
     def denominators_fn(
@@ -224,6 +247,21 @@ def denominators(
         return jax.tree.unflatten(bound.first_loss().terms, bound.count())
 
     return denominators_fn
+
+
+def _sums(
+    options: Options, args: tuple[Any, ...], key: Any, num_real: Any, denominators: Any
+) -> WindowSums:
+    names = spmd.axes(options.function, options.spmd_axis_name, options.axis_name)
+    if not names:
+        return Bound(options, args, key, num_real).sums(denominators)
+    local = dataclasses.replace(options, axis_name=names, spmd_axis_name=None)
+
+    def window_fn(*args: Any, key: Any, num_real: Any, denominators: Any) -> WindowSums:
+        return Bound(local, args, key, num_real).sums(denominators)
+
+    keywords = {"key": key, "num_real": num_real, "denominators": denominators}
+    return spmd.spread(options.function, names, window_fn, args, keywords)
 
 
 def _options(

@@ -92,6 +92,9 @@ class _Compensated(Accumulator):
         lost = jnp.where(jnp.isfinite(total), lost, jnp.zeros_like(lost))
         return Compensated(*_two_sum(total, lost))
 
+    def renormalise(self, carry: Any) -> Compensated:
+        return Compensated(*_two_sum(carry.total, carry.error))
+
     def read(self, carry: Any) -> jax.Array:
         return carry.total
 

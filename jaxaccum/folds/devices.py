@@ -1,0 +1,225 @@
+"""The fold over devices: one reduction of local sums, at the window's end."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxaccum.core import checks, compat
+from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Reducer
+
+_COLLECTIVES = {
+    "psum": "axes",
+    "psum2": "axes",
+    "psum_invariant": "axes",
+    "pmax": "axes",
+    "pmin": "axes",
+    "all_gather": "axis_name",
+    "all_gather_invariant": "axis_name",
+}
+
+# Through these a loss is a multiple of what went in: a psum behind them was taken of the loss
+# itself, not of something inside the model, such as synchronised batch statistics.
+_LINEAR = frozenset(
+    """add add_any sub neg mul div convert_element_type reshape squeeze broadcast_in_dim reduce_sum
+    select_n copy pcast pvary stop_gradient""".split()  # noqa: SIM905
+)
+
+
+def names_of(function: str, argument: str, value: Any) -> tuple[str, ...]:
+    """One axis name or a sequence of them as a tuple; `None` is none.
+
+    Raises:
+      TypeError: `value` is something else.
+      ValueError: a name comes twice.
+    """
+    if value is None:
+        return ()
+    names = (value,) if isinstance(value, str) else value
+    if not (isinstance(names, Sequence) and names and all(isinstance(n, str) for n in names)):
+        raise TypeError(
+            f"{function}: `{argument}` must be the name of a mesh axis or a tuple of names, got "
+            f"{checks.describe(value)}."
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{function}: `{argument}` names an axis twice, got {tuple(names)}.")
+    return tuple(names)
+
+
+def axes(function: str, axis_name: Any) -> tuple[str, ...]:
+    """`axis_name` as a tuple of mesh axes that are bound here.
+
+    Raises:
+      TypeError: `axis_name` is not a name or a sequence of names.
+      ValueError: a name is not bound by `shard_map` or `pmap` around the call.
+    """
+    names = names_of(function, "axis_name", axis_name)
+    for name in names:
+        if not is_bound(name):
+            raise ValueError(
+                f"{function}: `axis_name` names the axis {name!r}, which is not bound here. Call "
+                "it inside `jax.shard_map` or `jax.pmap` over that axis, or use "
+                f"`spmd_axis_name={name!r}` under plain `jit`."
+            )
+    return names
+
+
+def is_bound(name: str) -> bool:
+    """Whether the code runs inside a `shard_map` or `pmap` over the axis `name`."""
+    try:
+        lax.axis_size(name)
+    except (NameError, ValueError):
+        return False
+    return True
+
+
+def checked(names: Sequence[str]) -> frozenset[str]:
+    """Those of the bound axes `names` over which replication is checked."""
+    return frozenset().union(*(compat.varying_axes(lax.axis_index(name)) for name in names))
+
+
+def vary(tree: Any, over: frozenset[str]) -> Any:
+    """Casts every leaf to differ over the axes `over`; the values stay."""
+    if not over:
+        return tree
+    return jax.tree.map(lambda x: compat.vary(jnp.asarray(x), over), tree)
+
+
+def reduce(
+    reducers: Sequence[Reducer], carries: Sequence[Any], names: tuple[str, ...], holds: Any
+) -> list[Any]:
+    """Combines the devices' carries; all sums meet in one reduction.
+
+    Stacked and concatenated outputs stay on their device: as shards of an output over the same
+    axes they are in the order of the whole batch.
+
+    Args:
+      reducers: the reducer of each carry.
+      carries: what each device holds.
+      names: the mesh axes.
+      holds: whether this device holds any micro-batch; a boolean scalar. The last device that does
+        has the last micro-batch.
+    """
+    if not names:
+        return list(carries)
+    out = list(carries)
+
+    def of(kind: type[Reducer]) -> list[int]:
+        return [i for i, r in enumerate(reducers) if isinstance(r, kind)]
+
+    sums = lax.psum([carries[i] for i in of(Addition)], names)
+    for i, total in zip(of(Addition), sums, strict=True):
+        out[i] = reducers[i].renormalise(total)
+    for kind, collective in ((Maximum, lax.pmax), (Minimum, lax.pmin)):
+        for i in of(kind):
+            out[i] = _widened(lambda x, c=collective: c(x, names), carries[i])
+    if of(Latest):
+        rank = jnp.where(holds, lax.axis_index(names), -1)
+        is_last = rank == lax.pmax(rank, names)
+        for i in of(Latest):
+            out[i] = _widened(
+                lambda x: lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), names), carries[i]
+            )
+    return out
+
+
+def agree(flag: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Whether `flag` holds on every device: one scalar."""
+    if not names:
+        return flag
+    return lax.pmin(flag.astype(jnp.int32), names) > 0
+
+
+def with_device_axis(tree: Any, names: tuple[str, ...]) -> Any:
+    """Adds a leading axis of devices to every leaf: this device's 1, or all of them outside.
+
+    Outside of `shard_map` and `pmap` the mesh of the context says how many there are.
+    """
+    if not names:
+        return tree
+    if all(is_bound(name) for name in names):
+        return vary(jax.tree.map(lambda x: x[None], tree), checked(names))
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(names) <= set(mesh.axis_names):
+        return jax.tree.map(lambda x: x[None], tree)
+    number = int(np.prod([mesh.shape[name] for name in names]))
+    spec = jax.sharding.PartitionSpec(names)
+
+    def spread(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x[None], (number, *x.shape))
+        explicit = all(compat.is_explicit(mesh, name) for name in names)
+        return jax.sharding.reshard(x, spec) if explicit else x
+
+    return jax.tree.map(spread, tree)
+
+
+def without_device_axis(tree: Any, names: tuple[str, ...]) -> Any:
+    """The leaves of one device, without their leading axis."""
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree) if names else tree
+
+
+def _widened(collective: Any, x: jax.Array) -> jax.Array:
+    """Runs a collective in a dtype that every backend reduces."""
+    if x.dtype == jnp.bool_:
+        return collective(x.astype(jnp.int32)).astype(jnp.bool_)
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+        return collective(x.astype(jnp.float32)).astype(x.dtype)
+    return collective(x)
+
+
+def check_undivided(
+    function: str, staged: compat.Staged, number: int, names: Sequence[str]
+) -> None:
+    """Refuses a loss that was already reduced over the axes that the window reduces over.
+
+    A psum of the loss inside the loss function makes gradients a device count too large, without
+    an error. Collectives inside the model, such as synchronised batch statistics, are fine.
+
+    Args:
+      function: the public function's name.
+      staged: the loss; its first `number` flat outputs are totals, the next `number` weights.
+      number: how many terms the loss has.
+      names: the mesh axes.
+    """
+    jaxpr = compat.open_jaxpr(staged.closed)
+    for position, out in enumerate(jaxpr.outvars[: 2 * number]):
+        found = _reduced(jaxpr, out, frozenset(names))
+        if found:
+            what = "total" if position < number else "weight"
+            raise ValueError(
+                f"{function}: the loss function takes a `{found}` of its {what} over the axis "
+                f"{', '.join(map(repr, names))}, over which the window is reduced as well, so it "
+                "would count every device once more for each device. Return the local sum; "
+                "`axis_name` reduces it."
+            )
+
+
+def _reduced(jaxpr: Any, out: Any, names: frozenset[str]) -> str | None:
+    """The collective over `names` that `out` is a multiple of, if there is one."""
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    queue, seen = [out], set()
+    while queue:
+        var = queue.pop()
+        if compat.is_literal(var) or var in seen or var not in made:
+            continue
+        seen.add(var)
+        eqn = made[var]
+        name = eqn.primitive.name
+        if name in _COLLECTIVES and names & set(_names(eqn.params[_COLLECTIVES[name]])):
+            return name.removesuffix("2").removesuffix("_invariant")
+        inner = compat.wrapped(eqn)
+        if inner is not None:
+            inside = inner.outvars[eqn.outvars.index(var)]
+            found = _reduced(inner, inside, names)
+            if found:
+                return found
+        if name in _LINEAR or inner is not None:
+            queue += eqn.invars
+    return None
+
+
+def _names(axes: Any) -> tuple[Any, ...]:
+    return axes if isinstance(axes, tuple) else (axes,)

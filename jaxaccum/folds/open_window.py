@@ -1,0 +1,112 @@
+"""What an open window of `multi_steps` holds, and how it lies in the state."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks
+from jaxaccum.core.mean import Mean
+from jaxaccum.core.reducers import Sum
+from jaxaccum.folds import devices
+from jaxaccum.folds.bound import is_inexact
+from jaxaccum.numerics import accumulators, weights
+
+
+class OpenWindow(NamedTuple):
+    """What the open window holds: carries of the inexact gradients, weight, averaged arguments."""
+
+    carries: list[Any]
+    weight: accumulators.Compensated
+    means: dict[str, Mean]
+
+    def fold(
+        self,
+        accumulator: accumulators.Accumulator,
+        grads: Sequence[jax.Array],
+        weight: accumulators.Compensated,
+        means: dict[str, Mean],
+    ) -> "OpenWindow":
+        """The window with one more micro-step."""
+        carries = [
+            accumulator.start(g) if c is None else accumulator.fold(c, g)
+            for c, g in zip(self.carries, grads, strict=True)
+        ]
+        sums = {n: old + means[n] if n in means else old for n, old in self.means.items()}
+        return OpenWindow(carries, weights.add(self.weight, weight), sums)
+
+    def select(self, keep: jax.Array, other: "OpenWindow") -> "OpenWindow":
+        """This window where `keep` holds, `other` elsewhere."""
+
+        def choose(new: Any, old: Any) -> Any:
+            if old is None:
+                return new
+            return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
+
+        return OpenWindow(
+            [choose(a, b) for a, b in zip(self.carries, other.carries, strict=True)],
+            choose(self.weight, other.weight),
+            choose(self.means, other.means),
+        )
+
+    def across(self, accumulator: accumulators.Accumulator, axes: tuple[str, ...]) -> "OpenWindow":
+        """The window over all devices: one reduction."""
+        leaves, tree = jax.tree.flatten((self.weight, self.means))
+        n = len(self.carries)
+        reducers = [accumulator] * n + [Sum.reducer] * len(leaves)
+        out = devices.reduce(reducers, [*self.carries, *leaves], axes, True)
+        weight, means = jax.tree.unflatten(tree, out[n:])
+        return OpenWindow(out[:n], weights.add(weight, weights.zero()), means)
+
+    # The first array of each carry is the sum itself; `hand_over` lends its buffer.
+
+    def sums(self) -> list[jax.Array]:
+        return [jax.tree.leaves(c)[0] for c in self.carries]
+
+    def without_sums(self) -> "OpenWindow":
+        return self.with_sums([None] * len(self.carries))
+
+    def with_sums(self, sums: Sequence[Any]) -> "OpenWindow":
+        carries = []
+        for carry, total in zip(self.carries, sums, strict=True):
+            leaves, tree = jax.tree.flatten(carry, is_leaf=lambda x: x is None)
+            carries.append(jax.tree.unflatten(tree, [total, *leaves[1:]]))
+        return self._replace(carries=carries)
+
+
+def carries_of(updates: Any, grad_carry: Any) -> list[Any]:
+    """The carry of each inexact gradient leaf, after checking that the trees match."""
+    held, held_tree = jax.tree.flatten(grad_carry, is_leaf=accumulators.is_carry)
+    given_tree: Any = jax.tree.structure(updates, is_leaf=lambda x: x is None)
+    remedy = "Pass gradients of the parameters that `init` saw."
+    if held_tree != given_tree:
+        raise ValueError(
+            f"multi_steps: `updates` has the tree structure {given_tree}, but the state was made "
+            f"for {held_tree}. {remedy}"
+        )
+    given = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)
+    carries = []
+    for (path, grad), carry in zip(given, held, strict=True):
+        if grad is None or not is_inexact(grad):
+            continue
+        if carry is not None and np.shape(grad) != np.shape(accumulators.read(carry)):
+            raise ValueError(
+                f"multi_steps: `updates{jax.tree_util.keystr(path)}` is {checks.describe(grad)}, "
+                f"but the state holds a sum of shape {np.shape(accumulators.read(carry))}. {remedy}"
+            )
+        carries.append(carry)
+    return carries
+
+
+def rebuild(carries: Sequence[Any], grad_carry: Any, updates: Any) -> Any:
+    """`grad_carry` with new carries in the places of inexact gradients."""
+    held, tree = jax.tree.flatten(grad_carry, is_leaf=accumulators.is_carry)
+    given = jax.tree.leaves(updates, is_leaf=lambda x: x is None)
+    supply = iter(carries)
+    new = []
+    for old, grad in zip(held, given, strict=True):
+        carry = next(supply) if grad is not None and is_inexact(grad) else old
+        new.append(None if old is None else carry)
+    return jax.tree.unflatten(tree, new)
