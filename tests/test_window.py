@@ -5,9 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from oracles import (
     CUTS,
+    FEATURES,
     ROWS,
     assert_close,
     assert_equal,
@@ -69,7 +71,7 @@ def test_small_integers_sum_bit_for_bit(cut):
 )
 def test_small_integers_divide_bit_for_bit():
     w, x = np.zeros(99, np.float32), np.arange(99, dtype=np.float32)
-    f = ja.value_and_grad(lambda w, x: ja.Mean(jnp.sum(w * x), 17), num_microbatches=1)
+    f = ja.value_and_grad(lambda w, x: ja.Mean(jnp.sum(w * x[0]), 17), num_microbatches=1)
     assert_equal(f(w, x[None])[1], np.arange(99) / 17)
 
 
@@ -207,6 +209,22 @@ def test_frozen_leaves_have_a_zero_gradient():
     params = {"w": jnp.float32(1), "frozen": jnp.ones(()), "unused": jnp.ones(3)}
     _, grads = ja.value_and_grad(loss_fn, num_microbatches=2)(params, jnp.array([1.0, 3.0]))
     assert_equal(grads, {"w": 2.0, "frozen": 0.0, "unused": np.zeros(3)})
+
+
+def test_leaves_without_a_gradient_beside_terms_and_skipping():
+    def loss_fn(params, x):
+        return {"a": product(params["w"], x), "b": ja.Mean(params["w"], 1.0)}
+
+    f = ja.value_and_grad(loss_fn, num_microbatches=2, skip_nonfinite=True)
+    params = {"w": jnp.float32(2), "table": jnp.arange(3), "absent": None}
+    _, grads = jax.jit(f)(params, jnp.array([1.0, 3.0]))
+    assert grads["w"] == 3
+    assert grads["table"].dtype == jax.dtypes.float0
+
+
+def test_no_parameters():
+    f = ja.value_and_grad(lambda params, x: ja.mean(x), num_microbatches=2)
+    assert_equal(f({}, jnp.array([1.0, 3.0])), (2.0, {}))
 
 
 def test_python_scalars_as_parameters():
@@ -632,6 +650,42 @@ def test_abstract_evaluation():
     assert jax.make_jaxpr(f)(params, batch).out_avals[0].shape == ()
 
 
+def test_vmap_over_num_real_and_keys():
+    def loss_fn(w, x, *, key):
+        return ja.mean(w * x + 0.0 * jax.random.normal(key))
+
+    f = ja.value_and_grad(loss_fn, num_microbatches=3)
+    keys = jax.random.split(jax.random.key(0), 3)
+    loss, grad = jax.vmap(
+        lambda number, key: f(jnp.float32(1), jnp.arange(3.0), num_real=number, key=key)
+    )(jnp.arange(1, 4), keys)
+    assert_equal((loss, grad), (np.array([0.0, 0.5, 1.0]),) * 2)
+
+
+def test_library_operations_inside_several_terms():
+    """Custom derivatives, solvers, sorts and loops pass through the counting pass."""
+
+    def loss_fn(params, batch):
+        e, w = error(params, batch), params["w"]
+        logits = batch["x"] * w[None, None]
+        matrix = jnp.eye(FEATURES) + 0.1 * jnp.outer(w, w)
+        return {
+            "gelu": ja.mean(jax.nn.gelu(e), batch["mask"]),
+            "entropy": ja.mean(
+                optax.softmax_cross_entropy_with_integer_labels(
+                    logits, jnp.argmax(batch["x"], axis=-1)
+                )
+            ),
+            "sorted": ja.mean(jax.lax.top_k(jnp.sort(e, axis=1), 2)[0]),
+            "mapped": ja.mean(jax.lax.map(lambda row: jnp.tanh(row).sum(), e)),
+            "solved": ja.Mean(jnp.linalg.solve(matrix, w).sum(), 1),
+        }
+
+    params, batch = problem(24)
+    f = jax.jit(ja.value_and_grad(loss_fn, num_microbatches=3))
+    assert_close(f(params, batch), full_batch(loss_fn, params, batch))
+
+
 def test_closing_over_traced_values():
     @jax.jit
     def step(w, x, scale):
@@ -686,9 +740,17 @@ def test_debug_nans_is_silent_while_something_counts(empty):
 @pytest.mark.xfail(
     strict=True, reason="outside jit `divide` makes its nan as an array before it selects"
 )
-def test_debug_nans_is_silent_outside_jit():
+@pytest.mark.parametrize(
+    "call_fn",
+    [
+        lambda: ja.Mean(jnp.float32(4), 2).value,
+        lambda: ja.value_and_grad(product, num_microbatches=2)(jnp.float32(2), jnp.ones(4))[0],
+    ],
+    ids=["Mean.value", "value_and_grad"],
+)
+def test_debug_nans_is_silent_outside_jit(call_fn):
     with jax.debug_nans(True):
-        assert ja.Mean(jnp.float32(6), 3).value == 2
+        assert call_fn() == 2
 
 
 def test_debug_nans_reports_an_empty_window():

@@ -65,7 +65,7 @@ def prune(
     """
 
     closed = staged.closed
-    pruned, used = partial_eval.dce_jaxpr(open_jaxpr(closed), list(keep))[:2]
+    pruned, used = _dce(open_jaxpr(closed), keep)
     if any(d and u for d, u in zip(differentiated, used, strict=True)):
 
         def kept_outputs(*flat: Any) -> list[Any]:
@@ -73,9 +73,29 @@ def prune(
             return [out for out, k in zip(outs, keep, strict=True) if k]
 
         closed = stage(kept_outputs, *staged.closed.in_avals).closed
-        pruned, used = partial_eval.dce_jaxpr(open_jaxpr(closed), [True] * sum(keep))[:2]
+        pruned, used = _dce(open_jaxpr(closed), [True] * sum(keep))
     in_avals = [aval for aval, u in zip(closed.in_avals, used, strict=True) if u]
-    return stage(lambda *flat: _evaluate(pruned, closed.consts, flat), *in_avals), list(used)
+    return stage(lambda *flat: _evaluate(pruned, closed.consts, flat), *in_avals), used
+
+
+def _dce(jaxpr: Any, keep: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Dead-code elimination that also drops callbacks nobody waits for, `jax.debug.print`."""
+    needed = {v for v, k in zip(jaxpr.outvars, keep, strict=True) if k and not is_literal(v)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.isdisjoint(eqn.outvars):
+            continue
+        needed.update(v for v in eqn.invars if not is_literal(v))
+        eqns.append(eqn)
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    live = jaxpr.replace(
+        eqns=eqns[::-1],
+        outvars=[v for v, k in zip(jaxpr.outvars, keep, strict=True) if k],
+        effects=effects,
+        debug_info=jaxpr.debug_info._replace(result_paths=None),
+    )
+    pruned, used = partial_eval.dce_jaxpr(live, [True] * sum(keep))[:2]
+    return pruned, list(used)
 
 
 def depends(staged: Staged, differentiated: Sequence[bool]) -> list[bool]:
@@ -157,7 +177,15 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
 
 
 def filled(aval: Any, dtype: Any, value: Any = 0) -> jax.Array:
-    """An array like `aval` in `dtype`, with its sharding and its varying manual axes."""
+    """An array like `aval` in `dtype`, with its sharding and its varying manual axes.
+
+    Args:
+      aval: an array, or an abstract value or `jax.ShapeDtypeStruct`.
+      dtype: the dtype wanted.
+      value: what it is filled with.
+    """
+    if isinstance(aval, jax.Array):
+        return jnp.full_like(aval, value, dtype)
     spec = getattr(aval.sharding, "spec", None)
     named = {"out_sharding": spec} if spec is not None and any(spec) else {}
     array = jnp.full(aval.shape, value, dtype, **named)

@@ -29,14 +29,19 @@ def add(a: Any, b: Any) -> jax.Array:
 def divide(total: Any, weight: Any, *, empty: float) -> jax.Array:
     """`total / weight`, and `empty` where the weight is zero: the one division of the library.
 
-    Both branches are selected, never multiplied, so a nan in `total` cannot outlive a weight of
-    zero, in the value or in the derivative.
+    The dtype is that of `total`, float32 at least. Both branches are selected, never multiplied,
+    so a nan in `total` cannot outlive a weight of zero, in the value or in the derivative.
     """
-    dtype = compat.promote(total, weight, jnp.float32)
+    dtype = compat.promote(total, jnp.float32)
     total, weight = jnp.asarray(total, dtype), jnp.asarray(weight, dtype)
     is_empty = weight == 0
-    quotient = total / jnp.where(is_empty, jnp.ones_like(weight), weight)
-    return jnp.where(is_empty, jnp.full_like(quotient, empty), quotient)
+    divisor = jnp.where(is_empty, jnp.ones_like(weight), weight)
+    if total.shape and not divisor.shape:
+        # XLA turns the division by a scalar into a multiplication by its rounded reciprocal, one
+        # unit in the last place off. Two copies of the scalar that it cannot tell to be equal keep
+        # the division, and with it the exact result of small integers.
+        divisor = jnp.where(jnp.isfinite(total), divisor, jax.lax.optimization_barrier(divisor))
+    return jnp.where(is_empty, np.asarray(empty, dtype), total / divisor)
 
 
 @jax.tree_util.register_dataclass

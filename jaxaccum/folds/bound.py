@@ -185,7 +185,11 @@ class Bound:
         skip = self.options.skip_nonfinite
         seeds = None
         if denominators is not None:
-            seeds = [divide(1.0, d, empty=0.0) for d in denominators]
+            totals = self.first_loss().program.closed.out_avals[: len(denominators)]
+            seeds = [
+                divide(jnp.ones((), t.dtype), d, empty=0.0)
+                for t, d in zip(totals, denominators, strict=True)
+            ]
 
         def micro_fn(index: Any, rows: Any) -> Outcome:
             loss, flat, differentiated = self._loss(index, rows)

@@ -97,4 +97,5 @@ def cast(x: Any, like: Any) -> jax.Array:
 
 def no_update(like: Any) -> jax.Array:
     """An update that changes no bit: minus zero, since `-0.0 + 0.0` loses the parameter's sign."""
-    return jnp.full(like.shape, -0.0 if jnp.issubdtype(like.dtype, jnp.inexact) else 0, like.dtype)
+    inexact = jnp.issubdtype(like.dtype, jnp.inexact)
+    return compat.filled(like, like.dtype, -0.0 if inexact else 0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks
+from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import Sum
 from jaxaccum.folds import devices
@@ -89,14 +89,22 @@ def carries_of(updates: Any, grad_carry: Any) -> list[Any]:
     given = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)
     carries = []
     for (path, grad), carry in zip(given, held, strict=True):
-        if grad is None or not is_inexact(grad):
-            continue
-        if carry is not None and np.shape(grad) != np.shape(accumulators.read(carry)):
-            raise ValueError(
-                f"multi_steps: `updates{jax.tree_util.keystr(path)}` is {checks.describe(grad)}, "
-                f"but the state holds a sum of shape {np.shape(accumulators.read(carry))}. {remedy}"
-            )
-        carries.append(carry)
+        if grad is not None and carry is not None:
+            total = accumulators.read(carry)
+            name = f"updates{jax.tree_util.keystr(path)}"
+            if np.shape(grad) != np.shape(total):
+                raise ValueError(
+                    f"multi_steps: `{name}` is {checks.describe(grad)}, but the state holds a sum "
+                    f"of shape {np.shape(total)}. {remedy}"
+                )
+            kept = is_inexact(grad) and compat.promote(grad, total.dtype) == total.dtype
+            if not kept:
+                raise TypeError(
+                    f"multi_steps: `{name}` is {checks.describe(grad)}, which the state's sum in "
+                    f"{total.dtype} cannot hold. {remedy}"
+                )
+        if grad is not None and is_inexact(grad):
+            carries.append(carry)
     return carries
 
 

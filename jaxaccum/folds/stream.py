@@ -13,7 +13,7 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean, divide
 from jaxaccum.folds import devices
 from jaxaccum.folds.bound import is_inexact
-from jaxaccum.folds.handover import cast, find_homes, hand_over
+from jaxaccum.folds.handover import cast, find_homes, hand_over, no_update
 from jaxaccum.folds.open_window import OpenWindow, carries_of, rebuild
 from jaxaccum.folds.stream_state import MultiStepsState
 from jaxaccum.numerics import accumulators, weights
@@ -110,11 +110,15 @@ def multi_steps(
             f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
         )
     if isinstance(every, until_weight):
-        target = every.target
-        if not callable(target) and not target > 0:
-            raise ValueError(f"multi_steps: `until_weight` needs a target above 0, got {target}.")
+        _check_target(every.target)
     elif not callable(every):
         every = checks.integer("multi_steps", "every", every)
+    for name, value in (("mean_args", mean_args), ("grad_args", grad_args)):
+        if isinstance(value, str) or not all(isinstance(n, str) for n in value):
+            raise TypeError(
+                f"multi_steps: `{name}` must be a tuple of argument names, got {value!r}. For one "
+                f'name pass `{name}=("value",)`.'
+            )
     inner = optax.with_extra_args_support(inner)
     names = devices.names_of("multi_steps", "axis_name", axis_name)
 
@@ -124,7 +128,7 @@ def multi_steps(
         def carry(leaf: Any) -> Any:
             # A window of one micro-step needs no buffer, nor does what has no gradient.
             bare = _is_one(every) or not is_inexact(leaf)
-            return None if bare else accumulator.empty(jax.typeof(jnp.asarray(leaf)))
+            return None if bare else accumulator.empty(jnp.asarray(leaf))
 
         return MultiStepsState(
             micro_step=jnp.zeros((), jnp.int32),
@@ -192,11 +196,16 @@ def multi_steps(
                 inner_state=jax.tree.map(cast, inner_state, state.inner_state),
             )
 
+        if _is_one(every) and flush:  # no window is ever open
+            nothing = jax.tree.map(no_update, types)
+            return nothing, state._replace(updated=jnp.zeros((), jnp.bool_))
+
         # The window with this micro-step in it, unless that is skipped.
         window = OpenWindow(carries, weight_carry, mean_sums)
         keep = jnp.asarray(not flush)
         if not flush:
-            one = weights.pair("multi_steps", "weight", 1 if weight is None else weight)
+            dtype = weight_carry.total.dtype
+            one = weights.pair("multi_steps", "weight", 1 if weight is None else weight, dtype)
             one, means = devices.vary((one, means), devices.checked(axes))
             larger = window.fold(accumulator, grads, one, means)
             if skip_nonfinite:
@@ -279,7 +288,22 @@ def _is_full(
     target = every.target(optimizer_step) if callable(every.target) else every.target
     if axes:
         weight = accumulators.Compensated(*jax.lax.psum(tuple(weight), axes))
-    return weights.reaches(weight, weights.pair("multi_steps", "until_weight", target))
+    return weights.reaches(
+        weight, weights.pair("multi_steps", "until_weight", target, weight.total.dtype)
+    )
+
+
+def _check_target(target: Any) -> None:
+    if callable(target):
+        return
+    number = isinstance(target, int | float | np.number) and not isinstance(target, bool)
+    if not number and not (isinstance(target, jax.Array) and target.shape == ()):
+        raise TypeError(
+            "multi_steps: `until_weight` needs a number or a function of the optimizer step, got "
+            f"{checks.describe(target)}."
+        )
+    if not target > 0:
+        raise ValueError(f"multi_steps: `until_weight` needs a target above 0, got {target}.")
 
 
 def _check_local(updates: Any, axes: tuple[str, ...]) -> None:

@@ -18,13 +18,19 @@ def zero() -> Compensated:
     return Compensated(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
 
-def pair(function: str, name: str, weight: Any) -> Compensated:
+def pair(function: str, name: str, weight: Any, dtype: Any = None) -> Compensated:
     """A weight as an exact pair: integers to 2**48, fractions to twice float32's precision.
+
+    Args:
+      function: the public function's name, for messages.
+      name: the argument's name.
+      weight: a real scalar.
+      dtype: the dtype of the pair; that of `zero` by default.
 
     Raises:
       TypeError: `weight` is not a real scalar.
     """
-    dtype = jnp.result_type(float)
+    dtype = jnp.result_type(float) if dtype is None else dtype
     kind = getattr(weight, "dtype", None)
     number = isinstance(weight, bool | int | float) or (
         kind is not None and (jnp.issubdtype(kind, jnp.number) or kind == jnp.bool_)
