@@ -1,0 +1,71 @@
+"""The examples run from the command line, and their own checks against the full batch hold."""
+
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *args: str, cwd: pathlib.Path) -> str:
+    """Runs an example in `cwd` on one CPU device; returns its output."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / name, *args],
+        cwd=cwd,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def losses(output: str) -> list[float]:
+    words = output.split()
+    return [float(after) for word, after in itertools.pairwise(words) if word == "loss"]
+
+
+def test_minimal_optax(tmp_path):
+    output = run("minimal_optax.py", cwd=tmp_path)
+    assert "OK: the window's gradient equals the full batch's, to rounding" in output
+    first, *_, last = losses(output)
+    assert last < 0.5 * first
+
+
+def test_streaming(tmp_path):
+    output = run("streaming.py", cwd=tmp_path)
+    assert "OK: the streamed training equals the full-batch run, to rounding" in output
+    # Ten micro-batches in windows of four are three optimizer steps an epoch, the last one short.
+    assert "epoch 19  optimizer step 60" in output
+    first, *_, last = losses(output)
+    assert last < 0.1 * first
+
+
+def distances(output: str, name: str) -> list[float]:
+    """The two distances from the full batch in the table's row `name`: loss, parameters."""
+    (line,) = (line for line in output.splitlines() if line.startswith(f"{name}  "))
+    return [float(number) for number in line.split()[-2:]]
+
+
+@pytest.mark.parametrize("options", [[], ["--packed", "--steps", "2", "--compare-steps", "4"]])
+def test_train_lm(tmp_path, options):
+    image_module = pytest.importorskip("matplotlib.image")
+    pytest.importorskip("flax")
+    pytest.importorskip("tqdm")
+    picture = tmp_path / "curves.png"
+    output = run("train_lm.py", "--quick", "--out", str(picture), *options, cwd=tmp_path)
+    assert "OK: the window trains like the full batch, to rounding" in output
+    assert "validation loss" in output
+    assert "greedy sample: 'Return the " in output
+    window, means = distances(output, "jaxaccum window"), distances(output, "mean of means")
+    assert all(100 * near < far for near, far in zip(window, means, strict=True))
+    image = image_module.imread(picture)
+    assert min(image.shape[:2]) > 500
+    assert image[..., :3].std() > 0.05
+    assert list(tmp_path.iterdir()) == [picture]
