@@ -92,7 +92,7 @@ def test_the_root_namespace_is_small():
 def test_importing_loads_jax_and_optax_and_nothing_heavier():
     heavy = {"flax", "orbax", "matplotlib", "grain", "tensorflow", "torch", "tqdm"}
     code = (
-        "import sys; before = set(sys.modules); import jax, optax; base = set(sys.modules);"
+        "import sys, jax, optax; base = set(sys.modules);"
         "import jaxaccum; new = {m.split('.')[0] for m in set(sys.modules) - base};"
         f"print(sorted(new & {heavy}), 'jax' in sys.modules, 'optax' in sys.modules)"
     )

@@ -31,6 +31,9 @@ import jaxaccum as ja
 
 LOSSES = [(token_loss, token_answer), (terms_loss, terms_answer)]
 LOSS_IDS = ["one term", "terms"]
+FEW_CUTS = pytest.mark.parametrize(
+    "cut", [{"num_microbatches": 3}, {"microbatch_size": 2}], ids=cut_name
+)
 
 
 def product(w, x):
@@ -54,7 +57,7 @@ def test_every_cut_equals_the_full_batch(loss_fn, answer_fn, cut):
     assert window.aux is None
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=cut_name)
+@FEW_CUTS
 def test_small_integers_sum_bit_for_bit(cut):
     params, batch = problem(2, integer=True)
     want = token_answer(params, batch)
@@ -178,7 +181,7 @@ def test_argnums(argnums):
     assert_close(got, (loss, grads))
 
 
-@pytest.mark.parametrize("cut", [{"num_microbatches": 3}, {"microbatch_size": 2}], ids=cut_name)
+@FEW_CUTS
 @pytest.mark.parametrize("loss_fn", [token_loss, terms_loss], ids=LOSS_IDS)
 def test_the_gradient_of_the_rows_is_in_batch_order(loss_fn, cut):
     params, batch = problem(8)
@@ -495,7 +498,7 @@ def test_merging_different_things_is_refused():
         ja.merge(a, tree({"w": jnp.float32(1)}, jnp.ones(2)))
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=cut_name)
+@FEW_CUTS
 def test_denominators_count_the_weights(cut):
     params, batch = problem(14)
     d = jax.jit(ja.denominators(terms_loss, **cut))(params, batch)
