@@ -14,7 +14,7 @@ draws their losses, and exits with an error if the window strays from the full b
 rounding explains. What rounding explains is measured as well: the full batch trains a second time
 with the rows of each batch in another order, which is the same mean in exact arithmetic.
 
-  python train_lm.py              # about two minutes on two CPU cores
+  python train_lm.py              # about two minutes of CPU time
   python train_lm.py --quick      # a short version
   python train_lm.py --packed     # packed rows: the micro-batches weigh nearly the same
 """
@@ -357,8 +357,8 @@ def report(losses: dict[str, np.ndarray], distances: dict[str, float]) -> bool:
     # Training amplifies roundings, by an amount that depends on the model, the steps and the
     # machine, so no fixed number is right; the reordered run went through the same amplification.
     # The window rounds in other places (once more for each micro-batch): it was measured 0.5 to 2
-    # times as far away as the reordered run, hence the factor. The mean of means is some thousand
-    # times as far.
+    # times as far away as the reordered run, hence the factor. The mean of means, on padded
+    # rows, was more than 5,000 times as far.
     # The floor, one rounding of a loss and of a parameter, is for runs too short to differ.
     eps = float(jnp.finfo(jnp.float32).eps)
     loss_bound = BOUND * max(gaps[ROUNDING], eps * losses[FULL_BATCH].max())
