@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 LARGEST_NAMESPACE = 45
 
 WINDOW = ["num_microbatches", "microbatch_size", "argnums", "has_aux"]
-FOLD = [*WINDOW, "accumulator", "skip_nonfinite"]
+FOLD = [*WINDOW, "axis_name", "spmd_axis_name", "accumulator", "skip_nonfinite"]
 
 # The contract: name, positional parameters, keyword-only parameters that must be among the others.
 # A capital name is a class, its parameters are its fields. New names get a row here.
@@ -28,9 +28,13 @@ CONTRACT = {
     "denominators": (["loss_fn"], WINDOW),
     "finalize": (["sums"], []),
     "merge": (["a", "b"], []),
-    "multi_steps": (["inner", "every"], ["accumulator", "skip_nonfinite", "mean_args"]),
+    "multi_steps": (
+        ["inner", "every"],
+        ["axis_name", "accumulator", "skip_nonfinite", "mean_args"],
+    ),
     "until_weight": (["target"], []),
     "has_updated": (["state"], []),
+    "state_specs": (["state", "axis_name"], []),
     "flush": (["tx", "state", "params"], []),
     "train_step": (["loss_fn", "optimizer"], []),
     "example_keys": (["key", "batch_size"], []),
