@@ -69,29 +69,22 @@ def test_small_integers_sum_bit_for_bit(cut):
     assert sums.weight.dtype == jnp.int32
 
 
-@pytest.mark.xfail(
-    strict=True, reason="XLA divides an array by a scalar through its reciprocal: one ulp off"
-)
-def test_small_integers_divide_bit_for_bit():
-    w, x = np.zeros(99, np.float32), np.arange(99, dtype=np.float32)
-    f = ja.value_and_grad(lambda w, x: ja.Mean(jnp.sum(w * x[0]), 17), num_microbatches=1)
-    assert_equal(f(w, x[None])[1], np.arange(99) / 17)
+@pytest.mark.parametrize("weight", [3, 7, 17])
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_quotient_is_rounded_once(number, weight):
+    """XLA alone would multiply an array by the reciprocal of a scalar: one unit off."""
+
+    def loss_fn(w, x):
+        return ja.Mean(jnp.sum(w[None] * x), jnp.float32(weight / number))
+
+    w, x = np.zeros(99, np.float32), np.tile(np.arange(99, dtype=np.float32), (number, 1))
+    f = ja.value_and_grad(loss_fn, num_microbatches=number)
+    for call_fn in (f, jax.jit(f)):
+        assert_equal(call_fn(w, x)[1], number * np.arange(99) / weight)
 
 
 @pytest.mark.parametrize("cut", [{"num_microbatches": 3}, {"microbatch_size": 7}], ids=cut_name)
-@pytest.mark.parametrize(
-    ("loss_fn", "answer_fn"),
-    [
-        LOSSES[0],
-        pytest.param(
-            *LOSSES[1],
-            marks=pytest.mark.xfail(
-                strict=True, reason="integer denominators seed float64 terms in float32"
-            ),
-        ),
-    ],
-    ids=LOSS_IDS,
-)
+@pytest.mark.parametrize(("loss_fn", "answer_fn"), LOSSES, ids=LOSS_IDS)
 def test_float64(x64, loss_fn, answer_fn, cut):
     params, batch = wide(problem(3))
     want = answer_fn(params, batch)
@@ -740,9 +733,6 @@ def test_debug_nans_is_silent_while_something_counts(empty):
         assert np.isfinite(f(params, batch)[0])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="outside jit `divide` makes its nan as an array before it selects"
-)
 @pytest.mark.parametrize(
     "call_fn",
     [

@@ -70,19 +70,7 @@ def test_the_loss_is_traced_once_for_each_micro_batch_shape(loss_fn, options, cu
     assert counted.traces == shapes
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        token_loss,
-        pytest.param(
-            terms_loss,
-            marks=pytest.mark.xfail(
-                strict=True, reason="the counting pass keeps the callbacks of the loss"
-            ),
-        ),
-    ],
-    ids=["one term", "terms"],
-)
+@LOSSES
 @pytest.mark.parametrize("cut", [{"num_microbatches": 1}, {"num_microbatches": 3}], ids=cut_name)
 def test_the_loss_is_evaluated_once_for_each_micro_batch(loss_fn, cut):
     params, batch = problem(2)
@@ -130,7 +118,6 @@ def test_the_counting_pass_is_stripped_through_wrappers(wrap):
     assert primitives(d, params, batch)["dot_general"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the counting pass keeps the callbacks of the loss")
 def test_the_counting_pass_drops_what_only_a_callback_reads():
     def loss_fn(params, batch):
         loss = terms_loss(params, batch)
@@ -217,7 +204,7 @@ def test_memory_is_that_of_one_micro_batch():
     assert temporaries(1, rows=32 * 16) > 3 * temporaries(16)
 
 
-@pytest.mark.parametrize("loss_fn", [token_loss, terms_loss], ids=["one term", "terms"])
+@LOSSES
 def test_no_transfer_to_the_host(loss_fn):
     params, batch = jax.device_put(problem(7))
     f = jax.jit(ja.value_and_grad(loss_fn, num_microbatches=3, skip_nonfinite=True))
