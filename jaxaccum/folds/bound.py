@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks, compat
-from jaxaccum.core.mean import add, divide
+from jaxaccum.core.mean import add, divide, wide
 from jaxaccum.core.reducers import (
     Addition,
     Concat,
@@ -22,7 +22,7 @@ from jaxaccum.core.reducers import (
     reducers_of,
 )
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import cut, devices
+from jaxaccum.folds import cut, devices, shards
 from jaxaccum.folds.losses import Loss, stage_loss
 from jaxaccum.folds.scan import Outcome, fold
 from jaxaccum.numerics import accumulators
@@ -44,6 +44,9 @@ class Options:
     unroll: int | bool = 1
     axis_name: Any = None
     spmd_axis_name: Any = None
+    reduction: str = "defer"
+    param_specs: Any = None
+    grad_specs: Any = None
 
 
 class Bound:
@@ -75,7 +78,41 @@ class Bound:
         self.leaves, self.tree = jax.tree.flatten(differentiated)
         moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
         self.moving = devices.vary(moving, self.varied)
+        self._find_shards()
         self._losses: dict[int, Loss] = {}
+
+    def _find_shards(self) -> None:
+        """Which parameters come in parts, and which gradient sums are left in parts."""
+        name, options = self.options.function, self.options
+        whole = self._select(self._rebuild(self.moving)) if self.moving else ()
+
+        def find(argument: str, specs: Any) -> list[shards.Shard | None]:
+            found = shards.shards(name, argument, specs, whole, self.axes)
+            return [s for s, leaf in zip(found, self.leaves, strict=True) if is_inexact(leaf)]
+
+        self.param_shards = find("param_specs", options.param_specs)
+        grad_specs = options.param_specs if options.grad_specs is None else options.grad_specs
+        self.grad_shards = find("grad_specs", grad_specs)
+        self.scattering = options.reduction == "scatter" and any(self.grad_shards)
+        for x, own, out in zip(self.moving, self.param_shards, self.grad_shards, strict=True):
+            if own is None:
+                shards.check_divides(name, "params", x, out)
+            elif own != out:
+                raise ValueError(
+                    f"{name}: `grad_specs` {out and out.spec()} differs from `param_specs` "
+                    f"{own.spec()} of a sharded parameter; gradients lie like such parameters."
+                )
+        if not self.scattering:
+            self.moving = self._gathered()
+
+    def _gathered(self, index: Any = None) -> list[jax.Array]:
+        """Whole parameters; with a micro-step's `index`, gathered in that micro-step."""
+        parts = self.moving
+        if index is not None:
+            # Tied to the loop: XLA would move the gather out of it and keep the whole.
+            parts, _ = jax.lax.optimization_barrier((parts, index))
+        pairs = zip(parts, self.param_shards, strict=True)
+        return [x if shard is None else shard.gather(x) for x, shard in pairs]
 
     def first_loss(self) -> Loss:
         """The staged loss on the first micro-batch's shape."""
@@ -90,7 +127,8 @@ class Bound:
         key = None if self.key is None else jax.random.fold_in(self.key, index)
         number = len(self.moving)
         rest, tree = jax.tree.flatten((rows, key))
-        flat = [*self.moving, *rest]
+        # Gathered once before the fold, or in every micro-step, where only parts are kept.
+        flat = [*(self._gathered(index) if self.scattering else self.moving), *rest]
         size = rest[0].shape[0]
         if size not in self._losses:
 
@@ -208,11 +246,19 @@ class Bound:
 
             start = [x for x, d in zip(flat, differentiated, strict=True) if d]
             grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
+            if self.scattering:
+                number = len(self.moving)
+                grads[:number] = [
+                    g if s is None else s.scatter(g.astype(wide(g.dtype)))
+                    for g, s in zip(grads[:number], self.grad_shards, strict=True)
+                ]
             values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
             values["num"] = jnp.int32(1)
             if not skip:
                 return Outcome(devices.vary(values, self.varied))
             finite = jnp.stack([jnp.isfinite(x).all() for x in (*grads, *totals, *weights)]).all()
+            if self.scattering:  # a part holds every device's gradient, so all must agree
+                finite = devices.agree(finite, self.axes)
             values["finite"] = finite
             # The gradients of the batch's own rows are not carried, so they are cleared here.
             number = len(self.moving)
@@ -237,7 +283,16 @@ class Bound:
         reducers = self._reducers(local)
         tree: Any = jax.tree.structure(reducers)
         flat_reducers, carries = jax.tree.leaves(reducers), tree.flatten_up_to(local)
-        carries = devices.reduce(flat_reducers, carries, self.axes, local["num"] > 0)
+        whole = [None] * len(flat_reducers)
+        parts = self._parts(reducers)
+        carries = devices.reduce(
+            flat_reducers,
+            carries,
+            self.axes,
+            local["num"] > 0,
+            scatters=whole if self.scattering else parts,
+            done=parts if self.scattering else whole,
+        )
         out = jax.tree.unflatten(tree, carries)
         terms = self.first_loss().terms
         grad_reducers = reducers["grads"]
@@ -258,6 +313,13 @@ class Bound:
             denominators_given=given,
             grad_reducers=tuple(leaf_reducers) if special else None,
         )
+
+    def _parts(self, reducers: dict[str, Any]) -> list[shards.Shard | None]:
+        """For each carry the part of it that this device keeps; `None` for the whole."""
+        boxes = jax.tree.map(lambda _: (None,), reducers)
+        for place, shard in enumerate(self.grad_shards):
+            boxes["grads"][place] = (shard,)
+        return [s for (s,) in jax.tree.leaves(boxes, is_leaf=lambda x: type(x) is tuple)]
 
     def _fold(self, micro_fn: Any, reducers_fn: Any) -> Any:
         return fold(

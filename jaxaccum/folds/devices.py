@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Reducer
+from jaxaccum.folds import shards
 
 _COLLECTIVES = {
     "psum": "axes",
@@ -89,7 +90,12 @@ def vary(tree: Any, over: frozenset[str]) -> Any:
 
 
 def reduce(
-    reducers: Sequence[Reducer], carries: Sequence[Any], names: tuple[str, ...], holds: Any
+    reducers: Sequence[Reducer],
+    carries: Sequence[Any],
+    names: tuple[str, ...],
+    holds: Any,
+    scatters: Sequence[shards.Shard | None] | None = None,
+    done: Sequence[shards.Shard | None] | None = None,
 ) -> list[Any]:
     """Combines the devices' carries; all sums meet in one reduction.
 
@@ -102,6 +108,8 @@ def reduce(
       names: the mesh axes.
       holds: whether this device holds any micro-batch; a boolean scalar. The last device that does
         has the last micro-batch.
+      scatters: the shard into which each sum is reduce-scattered, `None` for whole sums.
+      done: the shard into which each sum was reduce-scattered in the loop.
     """
     if not names:
         return list(carries)
@@ -110,8 +118,13 @@ def reduce(
     def of(kind: type[Reducer]) -> list[int]:
         return [i for i, r in enumerate(reducers) if isinstance(r, kind)]
 
-    sums = lax.psum([carries[i] for i in of(Addition)], names)
-    for i, total in zip(of(Addition), sums, strict=True):
+    nowhere: list[shards.Shard | None] = [None] * len(out)
+    scatters, done = scatters or nowhere, done or nowhere
+    added = of(Addition)
+    sums = shards.reduce_sums(
+        [carries[i] for i in added], [scatters[i] for i in added], [done[i] for i in added], names
+    )
+    for i, total in zip(added, sums, strict=True):
         out[i] = reducers[i].renormalise(total)
     for kind, collective in ((Maximum, lax.pmax), (Minimum, lax.pmin)):
         for i in of(kind):

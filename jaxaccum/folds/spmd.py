@@ -1,6 +1,7 @@
 """A window under plain `jit`: the library writes the `shard_map` over the data axis itself."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,120 +10,190 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks, compat
-from jaxaccum.core.reducers import Concatenation, reducers_of
+from jaxaccum.core.reducers import reducers_of
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import cut, devices
+from jaxaccum.folds.bound import Bound, Options
+from jaxaccum.folds.shards import Shard, shard_of, shards
 
 
-def axes(function: str, spmd_axis_name: Any, axis_name: Any) -> tuple[str, ...]:
-    """`spmd_axis_name` as a tuple; empty where it is not given."""
-    if spmd_axis_name is None:
-        return ()
-    if axis_name is not None:
-        raise ValueError(
-            f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
-            "for plain `jit`; pass one of them."
-        )
-    return devices.names_of(function, "spmd_axis_name", spmd_axis_name)
-
-
-def spread(
-    function: str,
-    names: tuple[str, ...],
-    window_fn: Callable[..., WindowSums],
-    args: Sequence[Any],
-    keywords: dict[str, Any],
+def sums(
+    options: Options, args: Sequence[Any], key: Any, num_real: Any, denominators: Any
 ) -> WindowSums:
-    """Runs `window_fn(*args, **keywords)` on each device's own rows of the batch, `args[1]`.
+    """The window's sums, from each device's own rows of the batch, `args[1]`.
 
-    Parameters and all other arguments are whole on each device as far as the axes `names` go;
-    other mesh axes stay as they are.
-
-    Args:
-      function: the public function's name.
-      names: the mesh axes over which rows are split.
-      window_fn: reduces over `names` itself.
-      args: the positional arguments.
-      keywords: the keyword arguments; `num_real` may hold one number for each device.
+    Arguments are whole on each device as far as the axes of `spmd_axis_name` go, except for
+    parameters in parts; other mesh axes stay as they are. `num_real` may hold one number for each
+    device.
 
     Raises:
       ValueError: there is no mesh with these axes, or the rows do not divide by the devices.
     """
-    mesh = _mesh(function, names, (args, keywords))
-    number = int(np.prod([mesh.shape[name] for name in names]))
-    rows = cut.batch_size(function, args[1])
-    if rows % number:
+    function = options.function
+    if options.axis_name is not None:
         raise ValueError(
-            f"{function}: the batch has {rows} rows, which do not divide by the {number} devices "
-            f"of `spmd_axis_name` {names}. Pad it with `ja.pad_batch` to {-(-rows // number)} rows "
-            "per device, or drop rows on purpose."
+            f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
+            "for plain `jit`; pass one of them."
         )
-    split = PartitionSpec(names)
-    num_real: Any = keywords.get("num_real")
+    names = devices.names_of(function, "spmd_axis_name", options.spmd_axis_name)
+    mesh = _mesh(function, names, args)
+    number = int(np.prod([mesh.shape[name] for name in names]))
+    _check_rows(function, cut.batch_size(function, args[1]), number, names)
     per_device = np.ndim(num_real) == 1
     if per_device and np.shape(num_real) != (number,):
         raise ValueError(
             f"{function}: `num_real` must be a scalar or one number for each of the {number} "
             f"devices, got {checks.describe(num_real)}."
         )
-    whole = (tuple(a for i, a in enumerate(args) if i != 1), {**keywords})
-    sharded = (args[1], whole[1].pop("num_real") if per_device else None)
-    leaves, tree = jax.tree.flatten(whole)
+
+    own, out = _layouts(options, args, mesh, names)
+    rows = PartitionSpec(names)
+    local = dataclasses.replace(
+        options, axis_name=names, spmd_axis_name=None, param_specs=own, grad_specs=out
+    )
+
+    # What is not an array cannot enter a `shard_map` and is closed over.
+    whole: dict[Any, Any] = {p: arg for p, arg in enumerate(args) if p != 1}
+    whole |= {"key": key, "denominators": denominators}
+    if not per_device:
+        whole["num_real"] = num_real
+    leaves, tree = jax.tree.flatten(list(whole.values()))
     arrays = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+    specs = _specs_of(whole, args, options, own)
+    given = [jnp.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
+    specs = [spec for spec, a in zip(specs, arrays, strict=True) if a]
     layout: dict[str, Any] = {}
+    grad_specs = jax.tree.leaves(_grad_specs(args, options, out, rows))
+    groups = list(dict.fromkeys([PartitionSpec(), rows, *grad_specs]))
 
-    def local(given: list[Any], sharded: Any) -> tuple[list[Any], list[Any]]:
+    def window_fn(given: list[Any], sharded: Any) -> list[list[Any]]:
         supply = iter(given)
-        rest, named = jax.tree.unflatten(
-            tree, [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
-        )
+        mixed = [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
+        named: dict[Any, Any] = dict(zip(whole, jax.tree.unflatten(tree, mixed), strict=True))
         batch, real = sharded
-        if real is not None:
-            named["num_real"] = jnp.asarray(real)[0]
-        sums = window_fn(rest[0], batch, *rest[1:], **named)
-        flat, layout["tree"] = jax.tree.flatten(sums)
-        layout["kinds"] = kinds = _kinds(sums)
-        layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind == "float0"]
-        return (
-            [x for x, kind in zip(flat, kinds, strict=True) if kind == "whole"],
-            [x for x, kind in zip(flat, kinds, strict=True) if kind == "split"],
-        )
+        real = jnp.asarray(real)[0] if per_device else named.pop("num_real")
+        key, denominators = named.pop("key"), named.pop("denominators")
+        named[1] = batch
+        local_args = [named[p] for p in range(len(args))]
+        result = Bound(local, local_args, key, real).sums(denominators)
+        flat, layout["tree"] = jax.tree.flatten(result)
+        kinds = layout["kinds"] = _kinds(result, rows, grad_specs)
+        layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind is None]
+        return [[x for x, kind in zip(flat, kinds, strict=True) if kind == g] for g in groups]
 
-    sharded = jax.tree.map(lambda x: _place(x, split, mesh, names), sharded)
-    out = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), split),
-        out_specs=(PartitionSpec(), split),
-        axis_names=set(names),
-    )([jnp.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a], sharded)
-    supplies = {"whole": iter(out[0]), "split": iter(out[1]), "float0": iter(layout["empty"])}
+    given = [_place(x, spec, mesh, names) for x, spec in zip(given, specs, strict=True)]
+    sharded = (args[1], num_real if per_device else None)
+    sharded = jax.tree.map(lambda x: _place(x, rows, mesh, names), sharded)
+    results = jax.shard_map(
+        window_fn, mesh=mesh, in_specs=(specs, rows), out_specs=groups, axis_names=set(names)
+    )(given, sharded)
+    supplies: dict[Any, Any] = dict(zip(groups, map(iter, results), strict=True))
+    supplies[None] = iter(layout["empty"])
     return jax.tree.unflatten(layout["tree"], [next(supplies[kind]) for kind in layout["kinds"]])
 
 
-def _kinds(sums: WindowSums) -> list[str]:
-    """For each leaf of the sums: the same on all devices, split over them, or without values."""
-    reducers = sums.grad_reducers or ()
-    kinds = []
-    for number, leaf in enumerate(jax.tree.leaves(sums.grads)):
-        if leaf.dtype == jax.dtypes.float0:
-            kinds.append("float0")
-        elif reducers and isinstance(reducers[number], Concatenation):
-            kinds.append("split")
-        else:
-            kinds.append("whole")
-    scalars = jax.tree.leaves((sums.loss, sums.weight))
-    kinds += ["whole"] * len(scalars)
-    kinds += ["split" if r.emits else "whole" for r in jax.tree.leaves(reducers_of(sums.aux))]
-    kinds += ["whole"] * (len(jax.tree.leaves(sums)) - len(kinds))
+def _check_rows(function: str, rows: int, number: int, names: tuple[str, ...]) -> None:
+    if rows % number:
+        raise ValueError(
+            f"{function}: the batch has {rows} rows, which do not divide by the {number} devices "
+            f"of `spmd_axis_name` {names}. Pad it with `ja.pad_batch` to "
+            f"{-(-rows // number) * number} rows."
+        )
+
+
+def _differentiated(args: Sequence[Any], options: Options) -> tuple[tuple[int, ...], Any]:
+    """The positions of the differentiated arguments, and those but for the batch as one tree."""
+    positions = checks.argnums(options.function, options.argnums, len(args))
+    trees = tuple(args[p] for p in positions if p != 1)
+    one = not isinstance(options.argnums, Sequence) and trees
+    return positions, trees[0] if one else trees
+
+
+def _layouts(
+    options: Options, args: Sequence[Any], mesh: Any, names: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """The specs over `names` of each parameter and of each gradient leaf."""
+    _, tree = _differentiated(args, options)
+
+    def spread(found: Sequence[Shard | None]) -> Any:
+        specs = [shard.spec() if shard else PartitionSpec() for shard in found]
+        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+
+    def of_type(leaf: Any) -> Shard | None:
+        explicit = [name for name in names if compat.is_explicit(mesh, name)]
+        if not (explicit and isinstance(leaf, jax.Array)):
+            return None
+        spec = getattr(jax.typeof(leaf).sharding, "spec", PartitionSpec())
+        return shard_of(options.function, "params", spec, explicit)
+
+    if options.param_specs is None:
+        own = spread([of_type(leaf) for leaf in jax.tree.leaves(tree)])
+    else:
+        own = spread(shards(options.function, "param_specs", options.param_specs, tree, names))
+    if options.grad_specs is None:
+        return own, own
+    return own, spread(shards(options.function, "grad_specs", options.grad_specs, tree, names))
+
+
+def _specs_of(
+    whole: dict[Any, Any], args: Sequence[Any], options: Options, own: Any
+) -> list[PartitionSpec]:
+    """The spec of each leaf of what enters the `shard_map` beside the batch."""
+    by_position = _by_position(args, options, own)
+    specs: list[PartitionSpec] = []
+    for name, value in whole.items():
+        replicated = [PartitionSpec()] * len(jax.tree.leaves(value))
+        specs += jax.tree.leaves(by_position[name]) if name in by_position else replicated
+    return specs
+
+
+def _by_position(args: Sequence[Any], options: Options, specs: Any) -> dict[Any, Any]:
+    positions, _ = _differentiated(args, options)
+    positions = tuple(p for p in positions if p != 1)
+    trees = specs if isinstance(options.argnums, Sequence) else (specs,)
+    return dict(zip(positions, trees, strict=False))
+
+
+def _grad_specs(args: Sequence[Any], options: Options, out: Any, rows: PartitionSpec) -> Any:
+    """The spec of each leaf of the gradients, in the order of `argnums`."""
+    by_position = _by_position(args, options, out)
+    positions, _ = _differentiated(args, options)
+    by_position[1] = jax.tree.map(lambda _: rows, args[1])
+    return [by_position[p] for p in positions]
+
+
+def _kinds(
+    sums: WindowSums, rows: PartitionSpec, grad_specs: Sequence[PartitionSpec]
+) -> list[PartitionSpec | None]:
+    """How each leaf of the sums lies over the devices; `None` for leaves without values."""
+    whole = PartitionSpec()
+    kinds: list[PartitionSpec | None] = [
+        None if leaf.dtype == jax.dtypes.float0 else spec
+        for leaf, spec in zip(jax.tree.leaves(sums.grads), grad_specs, strict=True)
+    ]
+    kinds += [whole] * len(jax.tree.leaves((sums.loss, sums.weight)))
+    kinds += [rows if r.emits else whole for r in jax.tree.leaves(reducers_of(sums.aux))]
+    kinds += [whole] * (len(jax.tree.leaves(sums)) - len(kinds))
     return kinds
 
 
-def _place(x: Any, split: PartitionSpec, mesh: Any, names: tuple[str, ...]) -> jax.Array:
-    """Rows split over `names`, where an Explicit mesh would refuse other types."""
+def _place(x: Any, spec: PartitionSpec, mesh: Any, names: tuple[str, ...]) -> jax.Array:
+    """`x` laid out over `names` as `spec` says, where an Explicit mesh would refuse other types."""
     x = jnp.asarray(x)
-    explicit = all(compat.is_explicit(mesh, name) for name in names)
-    return jax.sharding.reshard(x, split) if explicit else x
+    if not all(compat.is_explicit(mesh, name) for name in names):
+        return x
+    typed = getattr(jax.typeof(x).sharding, "spec", PartitionSpec())
+
+    def entry(dimension: int) -> Any:
+        wanted = _names(spec, dimension)
+        return (*wanted, *[n for n in _names(typed, dimension) if n not in names]) or None
+
+    return jax.sharding.reshard(x, PartitionSpec(*map(entry, range(x.ndim))))
+
+
+def _names(spec: PartitionSpec, dimension: int) -> tuple[Any, ...]:
+    entry = spec[dimension] if dimension < len(spec) else None
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
 def _mesh(function: str, names: tuple[str, ...], arguments: Any) -> Any:

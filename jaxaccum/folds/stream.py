@@ -184,7 +184,13 @@ def multi_steps(
             return inner.update(mean_grads, inner_state, params, **named)
 
         samples = {name: jnp.zeros((), jnp.float32) for name in means}
-        types = jax.eval_shape(run_inner, grads, samples, state.inner_state, params)[0]
+
+        def updates_of(grads: Sequence[Any], inner_state: Any, params: Any) -> Any:
+            # The inner optimizer sees what is the same on all devices.
+            grads = jax.lax.psum(grads, axes) if axes else grads
+            return run_inner(grads, samples, inner_state, params)[0]
+
+        types = jax.eval_shape(updates_of, grads, state.inner_state, params)
 
         if _is_one(every) and weight is None and not (skip_nonfinite or flush or axes):
             # Without accumulation the gradients reach the optimizer untouched.

@@ -1,15 +1,14 @@
 """One window inside a step: `accumulate`, `value_and_grad`, `denominators`."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut, spmd
+from jaxaccum.folds import cut, shards, spmd
 from jaxaccum.folds.bound import Bound, Options, is_inexact
 from jaxaccum.numerics import accumulators
 
@@ -23,6 +22,9 @@ def accumulate(
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    reduction: Literal["defer", "scatter"] = "defer",
+    param_specs: Any = None,
+    grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool = False,
     grad_reducers: Any = None,
@@ -55,6 +57,16 @@ def accumulate(
       spmd_axis_name: the same under plain `jit`: mesh axes over which the rows of the batch are
         split. The mesh is that of `jax.set_mesh`, or of the arguments. Rows must divide by the
         devices; `num_real` may hold one number for each.
+      reduction: for sums in parts (`grad_specs`), the choice between communication and memory.
+        "defer" keeps whole sums on each device and reduce-scatters them once, at the end;
+        "scatter" reduce-scatters each micro-batch's gradient into a sum of 1/W the size. Axes that
+        no spec names are reduced once, at the end, in both.
+      param_specs: which parameters come in parts, split over the axes of the window (FSDP): a tree
+        prefix of the parameters with `PartitionSpec` leaves. `loss_fn` sees them whole: gathered
+        once with "defer", in every micro-step with "scatter". Under `spmd_axis_name` on an
+        Explicit mesh they are read off the types.
+      grad_specs: which gradients are returned in parts; `param_specs` by default. With whole
+        parameters this is ZeRO: a sharded optimizer update follows.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
         loss or gradient is not finite; the window is shorter by it. What is stacked or
@@ -89,6 +101,9 @@ def accumulate(
         has_aux=has_aux,
         axis_name=axis_name,
         spmd_axis_name=spmd_axis_name,
+        reduction=reduction,
+        param_specs=param_specs,
+        grad_specs=grad_specs,
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
@@ -117,6 +132,9 @@ def value_and_grad(
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    reduction: Literal["defer", "scatter"] = "defer",
+    param_specs: Any = None,
+    grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool = False,
     grad_reducers: Any = None,
@@ -137,6 +155,9 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the sums are reduced, once, inside `shard_map` or `pmap`.
       spmd_axis_name: mesh axes over which the sums are reduced, once, under plain `jit`.
+      reduction: "defer" or "scatter", for gradients in parts.
+      param_specs: which parameters come in parts.
+      grad_specs: which gradients are returned in parts.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: whether to leave out micro-batches that are not finite.
       grad_reducers: reducers of gradient leaves that are not sums.
@@ -167,6 +188,9 @@ def value_and_grad(
         has_aux=has_aux,
         axis_name=axis_name,
         spmd_axis_name=spmd_axis_name,
+        reduction=reduction,
+        param_specs=param_specs,
+        grad_specs=grad_specs,
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
@@ -252,16 +276,9 @@ def denominators(
 def _sums(
     options: Options, args: tuple[Any, ...], key: Any, num_real: Any, denominators: Any
 ) -> WindowSums:
-    names = spmd.axes(options.function, options.spmd_axis_name, options.axis_name)
-    if not names:
-        return Bound(options, args, key, num_real).sums(denominators)
-    local = dataclasses.replace(options, axis_name=names, spmd_axis_name=None)
-
-    def window_fn(*args: Any, key: Any, num_real: Any, denominators: Any) -> WindowSums:
-        return Bound(local, args, key, num_real).sums(denominators)
-
-    keywords = {"key": key, "num_real": num_real, "denominators": denominators}
-    return spmd.spread(options.function, names, window_fn, args, keywords)
+    if options.spmd_axis_name is not None:
+        return spmd.sums(options, args, key, num_real, denominators)
+    return Bound(options, args, key, num_real).sums(denominators)
 
 
 def _options(
@@ -284,6 +301,7 @@ def _options(
             f"{function}: `accumulator` must come from `ja.accumulators`, got "
             f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
         )
+    shards.check_reduction(function, others.get("reduction", "defer"))
     number, size = cut.check_cut(function, num_microbatches, microbatch_size)
     return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
 
