@@ -186,10 +186,33 @@ def filled(aval: Any, dtype: Any, value: Any = 0) -> jax.Array:
     """
     if isinstance(aval, jax.Array):
         return jnp.full_like(aval, value, dtype)
-    spec = getattr(aval.sharding, "spec", None)
-    named = {"out_sharding": spec} if spec is not None and any(spec) else {}
+    spec = spec_of(aval)
+    typed = any(spec.partitions) or spec.unreduced or spec.reduced
+    named = {"out_sharding": spec} if typed else {}
     array = jnp.full(aval.shape, value, dtype, **named)
     return vary(array, varying_axes(aval))
+
+
+def spec_of(x: Any) -> jax.sharding.PartitionSpec:
+    """The partition spec in the type of `x`; empty where shardings are not part of types."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return getattr(getattr(aval, "sharding", None), "spec", None) or jax.sharding.PartitionSpec()
+
+
+def concerns_reduced_types(error: Exception) -> bool:
+    """Whether JAX refused an operator because of a `reduced` or `unreduced` type."""
+    return type(error).__name__ == "ShardingTypeError" or "reduced" in str(error)
+
+
+def failing_primitive(error: BaseException) -> str | None:
+    """The name of the innermost primitive in whose rule `error` was raised."""
+    name, trace = None, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, jex.Primitive):
+            name = owner.name
+        trace = trace.tb_next
+    return name
 
 
 def varying_axes(x: Any) -> frozenset[str]:

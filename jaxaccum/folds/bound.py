@@ -23,6 +23,7 @@ from jaxaccum.core.reducers import (
 )
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import cut, devices, shards
+from jaxaccum.folds import unreduced_types as unreduced
 from jaxaccum.folds.losses import Loss, stage_loss
 from jaxaccum.folds.scan import Outcome, fold
 from jaxaccum.numerics import accumulators
@@ -79,6 +80,10 @@ class Bound:
         moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
         self.moving = devices.vary(moving, self.varied)
         self._find_shards()
+        self.typed: tuple[str, ...] = ()
+        if options.reduction == "unreduced":
+            self.typed = devices.names_of(name, "spmd_axis_name", options.spmd_axis_name)
+            self.moving = [unreduced.mark(x, self.typed) for x in self.moving]
         self._losses: dict[int, Loss] = {}
 
     def _find_shards(self) -> None:
@@ -246,6 +251,8 @@ class Bound:
 
             start = [x for x, d in zip(flat, differentiated, strict=True) if d]
             grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
+            if self.typed:
+                unreduced.check_types(self.options.function, grads, self.typed)
             if self.scattering:
                 number = len(self.moving)
                 grads[:number] = [
@@ -285,6 +292,8 @@ class Bound:
         flat_reducers, carries = jax.tree.leaves(reducers), tree.flatten_up_to(local)
         whole = [None] * len(flat_reducers)
         parts = self._parts(reducers)
+        if self.typed:
+            carries = [unreduced.reduce(c) for c in carries]
         carries = devices.reduce(
             flat_reducers,
             carries,

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
 
-REDUCTIONS = ("defer", "scatter")
+REDUCTIONS = ("defer", "scatter", "unreduced")
 
 
 class Shard(NamedTuple):
@@ -100,7 +100,7 @@ def check_reduction(function: str, reduction: Any) -> str:
     """`reduction`, if it is one of the known choices."""
     if reduction not in REDUCTIONS:
         raise ValueError(
-            f'{function}: `reduction` must be "defer" or "scatter", got {reduction!r}.'
+            f'{function}: `reduction` must be "defer", "scatter" or "unreduced", got {reduction!r}.'
         )
     return str(reduction)
 

@@ -36,7 +36,7 @@ def sums(
             "for plain `jit`; pass one of them."
         )
     names = devices.names_of(function, "spmd_axis_name", options.spmd_axis_name)
-    mesh = _mesh(function, names, args)
+    mesh = mesh_of(function, names, args)
     number = int(np.prod([mesh.shape[name] for name in names]))
     _check_rows(function, cut.batch_size(function, args[1]), number, names)
     per_device = np.ndim(num_real) == 1
@@ -123,8 +123,7 @@ def _layouts(
         explicit = [name for name in names if compat.is_explicit(mesh, name)]
         if not (explicit and isinstance(leaf, jax.Array)):
             return None
-        spec = getattr(jax.typeof(leaf).sharding, "spec", PartitionSpec())
-        return shard_of(options.function, "params", spec, explicit)
+        return shard_of(options.function, "params", compat.spec_of(leaf), explicit)
 
     if options.param_specs is None:
         own = spread([of_type(leaf) for leaf in jax.tree.leaves(tree)])
@@ -182,7 +181,7 @@ def _place(x: Any, spec: PartitionSpec, mesh: Any, names: tuple[str, ...]) -> ja
     x = jnp.asarray(x)
     if not all(compat.is_explicit(mesh, name) for name in names):
         return x
-    typed = getattr(jax.typeof(x).sharding, "spec", PartitionSpec())
+    typed = compat.spec_of(x)
 
     def entry(dimension: int) -> Any:
         wanted = _names(spec, dimension)
@@ -196,7 +195,7 @@ def _names(spec: PartitionSpec, dimension: int) -> tuple[Any, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
-def _mesh(function: str, names: tuple[str, ...], arguments: Any) -> Any:
+def mesh_of(function: str, names: tuple[str, ...], arguments: Any) -> Any:
     """The mesh of the context, or else the one in the types or shardings of the arguments."""
     candidates: list[Any] = [jax.sharding.get_abstract_mesh()]
     for leaf in jax.tree.leaves(arguments):

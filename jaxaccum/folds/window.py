@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut, shards, spmd
+from jaxaccum.folds import cut, shards, spmd, unreduced
 from jaxaccum.folds.bound import Bound, Options, is_inexact
 from jaxaccum.numerics import accumulators
 
@@ -22,7 +22,7 @@ def accumulate(
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter"] = "defer",
+    reduction: Literal["defer", "scatter", "unreduced"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
@@ -60,7 +60,9 @@ def accumulate(
       reduction: for sums in parts (`grad_specs`), the choice between communication and memory.
         "defer" keeps whole sums on each device and reduce-scatters them once, at the end;
         "scatter" reduce-scatters each micro-batch's gradient into a sum of 1/W the size. Axes that
-        no spec names are reduced once, at the end, in both.
+        no spec names are reduced once, at the end, in both. "unreduced", with `spmd_axis_name` on
+        an Explicit mesh, leaves the deferral to JAX's types, for loss functions whose operators
+        all accept parameters of the `reduced` type; `loss_fn` then sees global arrays.
       param_specs: which parameters come in parts, split over the axes of the window (FSDP): a tree
         prefix of the parameters with `PartitionSpec` leaves. `loss_fn` sees them whole: gathered
         once with "defer", in every micro-step with "scatter". Under `spmd_axis_name` on an
@@ -132,7 +134,7 @@ def value_and_grad(
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter"] = "defer",
+    reduction: Literal["defer", "scatter", "unreduced"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
@@ -155,7 +157,7 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the sums are reduced, once, inside `shard_map` or `pmap`.
       spmd_axis_name: mesh axes over which the sums are reduced, once, under plain `jit`.
-      reduction: "defer" or "scatter", for gradients in parts.
+      reduction: "defer", "scatter" or "unreduced".
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
       accumulator: how the gradient sums are carried.
@@ -276,6 +278,8 @@ def denominators(
 def _sums(
     options: Options, args: tuple[Any, ...], key: Any, num_real: Any, denominators: Any
 ) -> WindowSums:
+    if options.reduction == "unreduced":
+        return unreduced.sums(options, args, key, num_real, denominators)
     if options.spmd_axis_name is not None:
         return spmd.sums(options, args, key, num_real, denominators)
     return Bound(options, args, key, num_real).sums(denominators)
@@ -301,7 +305,9 @@ def _options(
             f"{function}: `accumulator` must come from `ja.accumulators`, got "
             f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
         )
-    shards.check_reduction(function, others.get("reduction", "defer"))
+    reduction = shards.check_reduction(function, others.get("reduction", "defer"))
+    if reduction == "unreduced":
+        unreduced.check(function, accumulator, others)
     number, size = cut.check_cut(function, num_microbatches, microbatch_size)
     return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
 
