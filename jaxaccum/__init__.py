@@ -1,6 +1,7 @@
 """Exact gradient accumulation for JAX and Optax."""
 
 from jaxaccum import interop as interop
+from jaxaccum.auditing import audit as audit
 from jaxaccum.batches import PackedBatch as PackedBatch
 from jaxaccum.batches import example_keys as example_keys
 from jaxaccum.batches import pack as pack

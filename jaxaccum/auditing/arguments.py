@@ -1,0 +1,142 @@
+"""The arguments of a compiled step: their names, their sharding, and which of them are what."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxaccum.auditing import hlo
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array among the arguments, or one of the gradient.
+
+    Attributes:
+      label: how it is called in the report.
+      path: its keys, the first two of which say which argument it belongs to; empty for others.
+      shape: on all devices together.
+      dtype: a NumPy dtype, or an extended one.
+      spec: the mesh axes that shard each dimension.
+      donated: whether the caller gave it away.
+      number: the compiled program's parameter; `None` if it was left out.
+    """
+
+    label: str
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: tuple[tuple[str, ...], ...]
+    donated: bool = False
+    number: int | None = None
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it holds floating or complex numbers."""
+        return jax.numpy.issubdtype(self.dtype, np.inexact)
+
+    def local_shape(self, mesh: Mapping[str, int], whole: Sequence[str] = ()) -> tuple[int, ...]:
+        """The shape on one device, as if the axes `whole` did not shard it."""
+        factors = [math.prod(mesh[n] for n in entry if n not in whole) for entry in self.spec]
+        return tuple(-(-dim // factor) for dim, factor in zip(self.shape, factors, strict=True))
+
+
+def _shardings(compiled: Any) -> list[Any]:
+    """The sharding of each array argument, `None` for those that the program leaves out."""
+    tree: Any = jax.tree.structure(compiled.args_info)
+    return tree.flatten_up_to(compiled.input_shardings)
+
+
+def mesh_of(compiled: Any, number: int) -> dict[str, int] | None:
+    """The mesh of the arguments, of the outputs, or of the context, if it fits the program."""
+    shardings = [*_shardings(compiled), *jax.tree.leaves(compiled.output_shardings)]
+    meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if mesh.axis_names and math.prod(mesh.shape.values()) == number:
+            return {name: mesh.shape[name] for name in mesh.axis_names}
+    return None
+
+
+def _spec(
+    sharding: Any, shape: tuple[int, ...], mesh: Mapping[str, int] | None
+) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that shard each dimension, from any kind of sharding; none where unknown."""
+    nothing: tuple[tuple[str, ...], ...] = ((),) * len(shape)
+    if sharding is None or not mesh or not shape:
+        return nothing
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        entries = [*sharding.spec, *nothing][: len(shape)]
+        spec = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+        return spec if {name for entry in spec for name in entry} <= set(mesh) else nothing
+    if sharding.is_fully_replicated or len(sharding.device_set) != math.prod(mesh.values()):
+        return nothing
+    indices = sharding.devices_indices_map(shape).values()  # in the order of the mesh
+    starts = [[piece.start or 0 for piece in index] for index in indices]
+    found: list[tuple[str, ...]] = []
+    for column in np.array(starts).T:
+        places = column.reshape(tuple(mesh.values()))
+        varying = (bool((np.diff(places, axis=i) != 0).any()) for i in range(places.ndim))
+        found.append(tuple(name for name, varies in zip(mesh, varying) if varies))
+    return tuple(found)
+
+
+def leaves_of(compiled: Any, program: hlo.Program, mesh: Mapping[str, int] | None) -> list[Leaf]:
+    """The array arguments, each with its parameter in the program.
+
+    `jit` leaves out unused arguments and keeps the order of the others.
+    """
+    info = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    shardings = _shardings(compiled)
+    kept = [i for i, sharding in enumerate(shardings) if sharding is not None]
+    if len(kept) != len(program.parameters):
+        kept = []  # constants became parameters: which is which is not known
+    numbers = {i: number for number, i in enumerate(kept)}
+    roots: dict[Any, str] = {}  # how the function calls its arguments, from the program's metadata
+    for i, number in numbers.items():
+        path, name = info[i][0], program.parameters[number].op_name
+        rest = jax.tree_util.keystr(path[2:])
+        if name and name.endswith(rest):
+            roots.setdefault(path[:2], name.removesuffix(rest))
+    leaves = []
+    for i, (path, leaf) in enumerate(info):
+        place = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:2])
+        label = roots.get(path[:2], place) + jax.tree_util.keystr(path[2:])
+        spec = _spec(shardings[i], leaf.shape, mesh)
+        found = (leaf.donated, numbers.get(i))
+        leaves.append(Leaf(label, path, leaf.shape, leaf.dtype, spec, *found))
+    return leaves
+
+
+def roles_of(
+    leaves: list[Leaf], gradient_like: Any, mesh: Mapping[str, int] | None
+) -> tuple[list[Leaf], list[Leaf]]:
+    """The leaves of the gradient, and those arguments that belong to the batch."""
+    if gradient_like is None:
+        # Keyword arguments come in alphabetical order.
+        by_keyword = [leaf for leaf in leaves if leaf.path[0].idx == 1 and _is_params(leaf.path[1])]
+        ordered = [leaf for leaf in leaves if leaf.path[0].idx == 0] + by_keyword + leaves
+        first = ordered[0].path[:2] if ordered else ()
+        of_first = [leaf for leaf in leaves if leaf.path[:2] == first]
+        inside = [leaf for leaf in of_first if len(leaf.path) > 2 and _is_params(leaf.path[2])]
+        gradient = [leaf for leaf in inside or of_first if leaf.inexact]
+        others = [leaf for leaf in leaves if leaf.path[:2] != first]
+    else:
+        known = {leaf.shape: leaf.spec for leaf in reversed(leaves) if leaf.inexact}
+        gradient = []
+        for path, x in jax.tree_util.tree_leaves_with_path(gradient_like):
+            shape, dtype = tuple(np.shape(x)), jax.dtypes.result_type(x)
+            sharding = getattr(x, "sharding", None)
+            named = isinstance(sharding, jax.sharding.NamedSharding) or shape not in known
+            spec = _spec(sharding, shape, mesh) if named else known[shape]
+            gradient.append(Leaf(jax.tree_util.keystr(path), path, shape, dtype, spec))
+        gradient = [leaf for leaf in gradient if leaf.inexact]
+        others = leaves
+    shapes = {leaf.shape for leaf in gradient}
+    return gradient, [leaf for leaf in others if leaf.shape and leaf.shape not in shapes]
+
+
+def _is_params(key: Any) -> bool:
+    return "params" in (getattr(key, "key", None), getattr(key, "name", None))
