@@ -630,7 +630,7 @@ ENTRY %main (x.1: f32[4,4], w.1: bf16[8,4]) -> f32[4,4] {
   %w.1 = bf16[8,4]{1,0} parameter(1)
   %zero = s32[] constant(2)
   %init = (s32[], f32[4,4]{1,0}, bf16[8,4]{1,0}) tuple(%zero, %x.1, %w.1)
-  %loop = (s32[], f32[4,4]{1,0}, bf16[8,4]{1,0}) while(%init), condition=%condition, body=%body
+  %loop = (s32[], f32[4,4]{1,0}, bf16[8,4]{1,0}) while(%init), condition=%condition, body=%body, metadata={op_name="jit(step)/while"}
   %r = f32[4,4]{1,0} get-tuple-element(%loop), index=1
   %ar = (f32[4,4]{1,0}, f8e4m3fn[3]{0}) all-reduce-start(%r, %q), to_apply=%add, channel_id=1
   %unknown = f32[4,4]{1,0} some-new-thing(%ar), note={"a": ")}, b=%c"}
@@ -651,6 +651,9 @@ def test_parsing_asynchronous_operations_and_tiled_layouts():
         for frame, op in frames.walk(program)
         if op.kind
     }
+    names = {op.kind: frame.op_name for frame, op in frames.walk(program) if op.kind}
+    assert names["reduce-scatter"] == names["all-gather"] == "jit(step)/while"
+    assert names["all-reduce"] == ""
     everyone = [list(range(8))]
     assert found == {
         "all-gather": ((5,), (hlo.Array("f32", (32, 4)),), everyone),

@@ -27,7 +27,8 @@ class Collective:
       counts: whether it runs over axes that count, or unknown ones.
       moves: the arguments that it moves unchanged (sliced, cast or rearranged at most).
       moves_rows: whether one of them belongs to the batch.
-      op_name: its path in the traced program.
+      op_name: its path in the traced program, or that of the loop or call around it where the
+        compiler merged several operations.
     """
 
     kind: str

@@ -33,6 +33,12 @@ class Frame:
     in_branch: bool = False
     branch_in_loop: bool = False
 
+    @property
+    def op_name(self) -> str:
+        """The traced path of the nearest call that has one; empty where none has."""
+        own = self.call.op_name if self.call is not None else ""
+        return own or (self.caller.op_name if self.caller is not None else "")
+
 
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 

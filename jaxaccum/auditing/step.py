@@ -205,7 +205,7 @@ def _collectives(
                 counts=counts,
                 moves=tuple(leaf.label for leaf in moved),
                 moves_rows=rows,
-                op_name=op.op_name,
+                op_name=op.op_name or frame.op_name,
             )
         )
     return found
