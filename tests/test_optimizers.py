@@ -47,6 +47,11 @@ SPECIAL = {
         "wraps an optimizer; its state holds the parameters",
     ),
     "mechanize": (lambda: contrib.mechanize(optax.sgd(RATE)), (), "wraps an optimizer"),
+    "apply_if_finite": (
+        lambda: optax.apply_if_finite(optax.adam(RATE), 3),
+        (),
+        "wraps an optimizer",
+    ),
     "reduce_on_plateau": (
         lambda: optax.chain(optax.sgd(RATE), contrib.reduce_on_plateau()),
         {"value"},
@@ -65,6 +70,7 @@ LEFT_OUT = {
 NARROW = {
     "novograd": "the branches of its own cond differ in dtype",
     "galore": "the branches of its own cond differ in dtype",
+    "apply_if_finite": "the branches of its own cond differ in dtype",
     "mechanize": "its lax.clamp mixes dtypes",
     "lbfgs": "writes the float32 gradient into a bfloat16 history, which JAX warns about",
 }
