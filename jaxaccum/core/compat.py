@@ -188,7 +188,7 @@ def filled(aval: Any, dtype: Any, value: Any = 0) -> jax.Array:
         return jnp.full_like(aval, value, dtype)
     spec = spec_of(aval)
     typed = any(spec.partitions) or spec.unreduced or spec.reduced
-    named = {"out_sharding": spec} if typed else {}
+    named = {"out_sharding": aval.sharding} if typed else {}
     array = jnp.full(aval.shape, value, dtype, **named)
     return vary(array, varying_axes(aval))
 

@@ -48,6 +48,15 @@ class Reducer:
         """One array from the values `[num, ...]` that each segment emitted; see `emits`."""
         raise NotImplementedError
 
+    def keyed(self, key: jax.Array) -> "Reducer":
+        """The reducer of one leaf in one micro-step, for those that draw random numbers."""
+        del key
+        return self
+
+    def outgoing(self, carry: Any) -> Any:
+        """The carry as it is summed over devices: arrays in float32, int32 or wider."""
+        return carry
+
     def renormalise(self, carry: Any) -> Any:
         """A carry whose arrays were summed over devices, in the form that `fold` expects."""
         return carry

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,6 +69,11 @@ class Bound:
         if key is not None and self.axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
         self.key = key
+        if options.accumulator.needs_key and key is None:
+            raise ValueError(
+                f"{name}: the accumulator rounds stochastically and needs `key=`, a PRNG key. Pass "
+                "one to the call, for example `key=jax.random.key(step)`."
+            )
         self.segments = cut.segments(
             name, self.batch, options.num_microbatches, options.microbatch_size
         )
@@ -143,7 +149,8 @@ class Bound:
                 args[1] = rows
                 for position, value in self._rebuild(inputs[:number]).items():
                     args[position] = value
-                return self.options.loss_fn(*args, **({} if key is None else {"key": key}))
+                named = {} if key is None or not self._passes_key() else {"key": key}
+                return self.options.loss_fn(*args, **named)
 
             loss = stage_loss(
                 self.options.function, call_fn, flat, size, has_aux=self.options.has_aux
@@ -158,6 +165,13 @@ class Bound:
             i < number or (i < number + cut_leaves and is_inexact(x)) for i, x in enumerate(flat)
         ]
         return self._losses[size], flat, differentiated
+
+    def _passes_key(self) -> bool:
+        """Whether the key is for the loss function too; it may be for the accumulator alone."""
+        if not self.options.accumulator.needs_key:
+            return True
+        parameters = inspect.signature(self.options.loss_fn).parameters.values()
+        return any(p.name == "key" or p.kind == p.VAR_KEYWORD for p in parameters)
 
     def _rebuild(self, moving: Sequence[Any]) -> dict[int, Any]:
         supply = iter(moving)
@@ -262,7 +276,7 @@ class Bound:
             values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
             values["num"] = jnp.int32(1)
             if not skip:
-                return Outcome(devices.vary(values, self.varied))
+                return Outcome(devices.vary(values, self.varied), key=self._rounding_key(index))
             finite = jnp.stack([jnp.isfinite(x).all() for x in (*grads, *totals, *weights)]).all()
             if self.scattering:  # a part holds every device's gradient, so all must agree
                 finite = devices.agree(finite, self.axes)
@@ -273,9 +287,16 @@ class Bound:
                 jnp.where(finite, g, jnp.zeros_like(g)) for g in grads[number:]
             ]
             values = devices.vary(values, self.varied)
-            return Outcome(values, finite if kept is None else finite & kept[index])
+            keep = finite if kept is None else finite & kept[index]
+            return Outcome(values, keep, self._rounding_key(index))
 
         return self._fold(micro_fn, self._reducers)
+
+    def _rounding_key(self, index: Any) -> Any:
+        """The accumulator's key for one micro-step, apart from the loss function's."""
+        if not self.options.accumulator.needs_key:
+            return None
+        return jax.random.fold_in(jax.random.fold_in(self.key, index), 0x5EED)
 
     def _reducers(self, values: dict[str, Any]) -> dict[str, Any]:
         special = {"aux": reducers_of(values["aux"]), "grads": self._grad_reducers(values["grads"])}

@@ -122,7 +122,10 @@ def reduce(
     scatters, done = scatters or nowhere, done or nowhere
     added = of(Addition)
     sums = shards.reduce_sums(
-        [carries[i] for i in added], [scatters[i] for i in added], [done[i] for i in added], names
+        [reducers[i].outgoing(carries[i]) for i in added],
+        [scatters[i] for i in added],
+        [done[i] for i in added],
+        names,
     )
     for i, total in zip(added, sums, strict=True):
         out[i] = reducers[i].renormalise(total)

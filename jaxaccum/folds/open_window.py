@@ -28,12 +28,15 @@ class OpenWindow(NamedTuple):
         grads: Sequence[jax.Array],
         weight: accumulators.Compensated,
         means: dict[str, Mean],
+        key: Any = None,
     ) -> "OpenWindow":
         """The window with one more micro-step."""
-        carries = [
-            accumulator.start(g) if c is None else accumulator.fold(c, g)
-            for c, g in zip(self.carries, grads, strict=True)
-        ]
+
+        def add(leaf: int, carry: Any, grad: jax.Array) -> Any:
+            one = accumulator if key is None else accumulator.keyed(jax.random.fold_in(key, leaf))
+            return one.start(grad) if carry is None else one.fold(carry, grad)
+
+        carries = [add(i, c, g) for i, (c, g) in enumerate(zip(self.carries, grads, strict=True))]
         sums = {n: old + means[n] if n in means else old for n, old in self.means.items()}
         return OpenWindow(carries, weights.add(self.weight, weight), sums)
 

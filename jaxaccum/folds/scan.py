@@ -18,10 +18,12 @@ class Outcome(NamedTuple):
     Attributes:
       values: a tree of arrays; the function's reducers say how each leaf is combined.
       keep: whether its carried values count; a boolean scalar, or `None` for always.
+      key: a PRNG key for accumulators that need one, or `None`.
     """
 
     values: Any
     keep: jax.Array | None = None
+    key: jax.Array | None = None
 
 
 def fold(
@@ -67,7 +69,8 @@ def fold(
             _check_alike(shapes, staged.out_shape.values, reducers)
         shapes = staged.out_shape.values
         guarded = staged.out_shape.keep is not None
-        body = _Body(staged, leaves, offset, reducers, guarded)
+        keyed = staged.out_shape.key is not None
+        body = _Body(staged, leaves, offset, reducers, guarded, keyed)
         if segment.num == 1 and num_real is None:
             carry, ys = body.once(carry)
         else:
@@ -117,13 +120,18 @@ class _Body(NamedTuple):
     offset: int
     reducers: list[Reducer]
     guarded: bool
+    keyed: bool
 
-    def _values(self, index: Any) -> tuple[list[Any], list[Any], Any]:
+    def _run(self, index: Any) -> "_Result":
         outs = self.staged(index, jnp.int32(self.offset), *self.leaves)
+        key = outs.pop() if self.keyed else None
         keep = outs.pop() if self.guarded else None
         carried = [v for v, r in zip(outs, self.reducers, strict=True) if not r.emits]
         emitted = [v for v, r in zip(outs, self.reducers, strict=True) if r.emits]
-        return carried, emitted, keep
+        reducers = self._carriers()
+        if key is not None:
+            reducers = [r.keyed(jax.random.fold_in(key, i)) for i, r in enumerate(reducers)]
+        return _Result(carried, reducers, emitted, keep)
 
     def _carriers(self) -> list[Reducer]:
         return [r for r in self.reducers if not r.emits]
@@ -140,19 +148,19 @@ class _Body(NamedTuple):
 
     def once(self, carry: list[Any] | None) -> tuple[list[Any], list[jax.Array]]:
         """One micro-batch without a loop."""
-        carried, emitted, keep = self._values(jnp.int32(0))
-        if carry is None and keep is None:
-            carry = [r.start(v) for r, v in zip(self._carriers(), carried, strict=True)]
+        result = self._run(jnp.int32(0))
+        if carry is None and result.keep is None:
+            carry = [r.start(v) for r, v in zip(result.reducers, result.carried, strict=True)]
         else:
-            carry = self._fold(self.empty() if carry is None else carry, carried, keep)
-        return carry, [y[None] for y in emitted]
+            carry = result.fold(self.empty() if carry is None else carry)
+        return carry, [y[None] for y in result.emitted]
 
     def loop(
         self, carry: list[Any], num: int, num_real: Any, unroll: int | bool
     ) -> tuple[list[Any], list[jax.Array]]:
         def step(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
-            carried, emitted, keep = self._values(index)
-            return self._fold(carry, carried, keep), emitted
+            result = self._run(index)
+            return result.fold(carry), result.emitted
 
         if num_real is None:
             return lax.scan(step, carry, jnp.arange(num, dtype=jnp.int32), unroll=unroll)
@@ -175,9 +183,19 @@ class _Body(NamedTuple):
         trips = jnp.clip(jnp.asarray(num_real, jnp.int32) - self.offset, 0, num)
         return lax.fori_loop(0, trips, write, (carry, buffers))
 
-    def _fold(self, carry: list[Any], values: list[Any], keep: Any) -> list[Any]:
-        folded = [r.fold(c, v) for r, c, v in zip(self._carriers(), carry, values, strict=True)]
-        if keep is None:
+
+class _Result(NamedTuple):
+    """What one micro-step has made: values to carry, their reducers, values to emit."""
+
+    carried: list[Any]
+    reducers: list[Reducer]
+    emitted: list[Any]
+    keep: Any
+
+    def fold(self, carry: list[Any]) -> list[Any]:
+        """The carry with this micro-step in it."""
+        folded = [r.fold(c, v) for r, c, v in zip(self.reducers, carry, self.carried, strict=True)]
+        if self.keep is None:
             return folded
         # Selected, not multiplied: a nan in a dropped micro-batch reaches nothing.
-        return jax.tree.map(lambda new, old: jnp.where(keep, new, old), folded, carry)
+        return jax.tree.map(lambda new, old: jnp.where(self.keep, new, old), folded, carry)

@@ -166,6 +166,9 @@ def multi_steps(
         else:
             _check_local(updates, axes)
         carries = carries_of(updates, grad_carry)
+        rounding_key = None
+        if accumulator.needs_key and not flush:
+            rounding_key = _rounding_key(extra_args.pop("key", None), axes)
         means, extra_args = _split_extra_args(extra_args, mean_args, every_mean=flush)
         leaves, tree = jax.tree.flatten(updates)
         ordinals = itertools.count()
@@ -213,7 +216,7 @@ def multi_steps(
             dtype = weight_carry.total.dtype
             one = weights.pair("multi_steps", "weight", 1 if weight is None else weight, dtype)
             one, means = devices.vary((one, means), devices.checked(axes))
-            larger = window.fold(accumulator, grads, one, means)
+            larger = window.fold(accumulator, grads, one, means, rounding_key)
             if skip_nonfinite:
                 keep = devices.agree(_all_finite([*grads, larger.weight.total]), axes)
                 larger = larger.select(keep, window)
@@ -297,6 +300,15 @@ def _is_full(
     return weights.reaches(
         weight, weights.pair("multi_steps", "until_weight", target, weight.total.dtype)
     )
+
+
+def _rounding_key(key: Any, axes: tuple[str, ...]) -> jax.Array:
+    if key is None:
+        raise ValueError(
+            "multi_steps: the accumulator rounds stochastically and needs `key=`, a PRNG key for "
+            "each call of `update`, for example `key=jax.random.fold_in(key, micro_step)`."
+        )
+    return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
 
 def _check_target(target: Any) -> None:

@@ -79,7 +79,8 @@ def accumulate(
 
     Returns:
       `f(params, batch, *args, key=None, num_real=None, denominators=None)`, which returns
-      `WindowSums`. `key` is a PRNG key, folded with the micro-batch's index. `num_real`, an int
+      `WindowSums`. `key` is a PRNG key, folded with the micro-batch's index, for `loss_fn` and for
+      an accumulator that rounds stochastically. `num_real`, an int
       that may be traced, runs only the first so many micro-batches without recompilation.
       `denominators`, a number for each loss term, replaces the terms' own.
 

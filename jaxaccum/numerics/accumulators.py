@@ -5,20 +5,26 @@ array per parameter, in float32 or wider.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import compat
 from jaxaccum.core.mean import wide
-from jaxaccum.core.reducers import Addition
+from jaxaccum.numerics.carries import Accumulator, Compensated, floating, is_carry, read
+from jaxaccum.numerics.narrow import chunked, stochastic
 
-__all__ = ["Accumulator", "Compensated", "compensated", "plain", "read"]
-
-
-class Accumulator(Addition):
-    """Base of the accumulators: an addition that chooses how its sum is carried."""
+__all__ = [
+    "Accumulator",
+    "Compensated",
+    "chunked",
+    "compensated",
+    "is_carry",
+    "plain",
+    "read",
+    "stochastic",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +59,7 @@ def plain(*, dtype: Any = jnp.float32) -> Accumulator:
       TypeError: `dtype` is not a floating dtype.
       ValueError: `dtype` is narrower than float32. A bfloat16 sum of ones stops growing at 256.
     """
-    dtype = _floating("accumulators.plain", dtype)
+    dtype = floating("accumulators.plain", dtype)
     if dtype.itemsize < 4:
         raise ValueError(
             f"accumulators.plain: `dtype` must be float32 or wider, got {dtype}: its sums stop "
@@ -61,18 +67,6 @@ def plain(*, dtype: Any = jnp.float32) -> Accumulator:
             "accumulators.plain(dtype=jnp.float32)."
         )
     return _Plain(dtype)
-
-
-class Compensated(NamedTuple):
-    """The carry of `compensated`: the exact sum is `total + error`.
-
-    Attributes:
-      total: the rounded sum; float32 or wider.
-      error: what rounding has left out of `total`; same shape and dtype.
-    """
-
-    total: Any
-    error: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,36 +113,3 @@ def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = a + b
     b_part = total - a
     return total, (a - (total - b_part)) + (b - b_part)
-
-
-def read(carries: Any) -> Any:
-    """A tree of carries as a tree of arrays, float32 or wider.
-
-    Args:
-      carries: arrays or `Compensated` pairs.
-
-    Returns:
-      The same tree with one array for each carry.
-    """
-    return jax.tree.map(
-        lambda c: c.total if isinstance(c, Compensated) else c,
-        carries,
-        is_leaf=lambda c: isinstance(c, Compensated),
-    )
-
-
-def is_carry(x: Any) -> bool:
-    """Whether `x` is what is carried in the place of one leaf: a pair, or `None` for nothing."""
-    return x is None or isinstance(x, Compensated)
-
-
-def _floating(function: str, dtype: Any) -> Any:
-    try:
-        resolved = jnp.dtype(dtype)
-    except TypeError as error:
-        raise TypeError(
-            f"{function}: `dtype` must be a floating dtype, got {checks.describe(dtype)}."
-        ) from error
-    if not jnp.issubdtype(resolved, jnp.floating):
-        raise TypeError(f"{function}: `dtype` must be a floating dtype, got {resolved}.")
-    return resolved

@@ -41,8 +41,8 @@ def pair(function: str, name: str, weight: Any, dtype: Any = None) -> Compensate
             "number of tokens, for example `jnp.sum(mask)`."
         )
     if not isinstance(weight, jax.Array):
-        high = np.asarray(weight).astype(dtype)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            high = np.asarray(weight).astype(dtype)
             rest = np.float64(weight) - np.float64(high)
         return Compensated(jnp.asarray(high), jnp.asarray(rest if np.isfinite(rest) else 0, dtype))
     if jnp.issubdtype(weight.dtype, jnp.integer):
