@@ -182,11 +182,8 @@ def test_shardings_are_kept_on_an_automatic_mesh(name, inside):
         check_shardings(REGISTRY[name](), params)
 
 
-NO_CONTEXT = pytest.mark.xfail(strict=True, reason="zero updates need the mesh of the context")
-
-
 @each(without=["window of one"])
-@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=NO_CONTEXT)])
+@pytest.mark.parametrize("inside", [True, False], ids=["in a mesh", "without"])
 def test_shardings_are_kept_on_an_explicit_mesh(name, inside):
     mesh, params = sharded_parameters(AxisType.Explicit)
     with mesh_context(mesh, inside):

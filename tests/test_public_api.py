@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 LARGEST_NAMESPACE = 45
 
 WINDOW = ["num_microbatches", "microbatch_size", "argnums", "has_aux"]
-FOLD = [*WINDOW, "axis_name", "spmd_axis_name", "accumulator", "skip_nonfinite"]
+FOLD = [*WINDOW, "axis_name", "spmd_axis_name", "reduction", "accumulator", "skip_nonfinite"]
 
 # The contract: name, positional parameters, keyword-only parameters that must be among the others.
 # A capital name is a class, its parameters are its fields. New names get a row here.
@@ -60,7 +60,7 @@ FIELDS = {
     ],
     "Mean": ["total", "weight", "value"],
 }  # fmt: skip
-SUBMODULES = {"accumulators": ["plain", "compensated"], "interop": ["from_optax", "to_optax"]}
+SUBMODULES = {"accumulators": ["plain", "compensated", "stochastic", "chunked"], "interop": ["from_optax", "to_optax"]}
 # What each function that a factory returns must accept.
 RETURNED = {
     "accumulate": ["key", "num_real", "denominators"],
