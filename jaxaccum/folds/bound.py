@@ -346,10 +346,10 @@ class Bound:
 
     def _parts(self, reducers: dict[str, Any]) -> list[shards.Shard | None]:
         """For each carry the part of it that this device keeps; `None` for the whole."""
-        boxes = jax.tree.map(lambda _: (None,), reducers)
-        for place, shard in enumerate(self.grad_shards):
-            boxes["grads"][place] = (shard,)
-        return [s for (s,) in jax.tree.leaves(boxes, is_leaf=lambda x: type(x) is tuple)]
+        places = jax.tree.map(lambda _: shards.Place(None), reducers)
+        number = len(self.grad_shards)
+        places["grads"][:number] = [shards.Place(shard) for shard in self.grad_shards]
+        return [place.shard for place in jax.tree.leaves(places)]
 
     def _fold(self, micro_fn: Any, reducers_fn: Any) -> Any:
         return fold(

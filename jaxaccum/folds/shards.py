@@ -1,5 +1,6 @@
 """Parameters and gradient sums that are sharded over the axes of the window (FSDP, ZeRO)."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,13 @@ class Shard(NamedTuple):
         return PartitionSpec(*[None] * self.dimension, self.axes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Holds the shard of one leaf in a tree, where a bare `None` would be no leaf."""
+
+    shard: Shard | None
+
+
 def shards(
     function: str, argument: str, specs: Any, tree: Any, axes: Sequence[str]
 ) -> list[Shard | None]:
@@ -57,7 +65,7 @@ def shards(
 
     def spread(spec: Any, subtree: Any) -> Any:
         shard = shard_of(function, argument, spec, axes)
-        return jax.tree.map(lambda _: (shard,), subtree)
+        return jax.tree.map(lambda _: Place(shard), subtree)
 
     if specs is None:
         specs = PartitionSpec()
@@ -70,7 +78,7 @@ def shards(
             f"{function}: `{argument}` must be a tree prefix of the parameters, "
             f"{jax.tree.structure(tree)}, got {jax.tree.structure(specs, is_leaf=is_spec)}."
         ) from error
-    return [s for (s,) in jax.tree.leaves(chosen, is_leaf=lambda x: type(x) is tuple)]
+    return [place.shard for place in jax.tree.leaves(chosen)]
 
 
 def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Shard | None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.reducers import reducers_of
@@ -187,7 +187,8 @@ def _place(x: Any, spec: PartitionSpec, mesh: Any, names: tuple[str, ...]) -> ja
         wanted = _names(spec, dimension)
         return (*wanted, *[n for n in _names(typed, dimension) if n not in names]) or None
 
-    return jax.sharding.reshard(x, PartitionSpec(*map(entry, range(x.ndim))))
+    placed = PartitionSpec(*map(entry, range(x.ndim)))
+    return jax.sharding.reshard(x, NamedSharding(mesh, placed))
 
 
 def _names(spec: PartitionSpec, dimension: int) -> tuple[Any, ...]:
