@@ -142,6 +142,8 @@ def connect(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
     if sys.platform == "linux":  # end when the launcher does, even if that was killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != args.launcher:
+        raise SystemExit("the launcher is gone")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
@@ -306,8 +308,8 @@ class Worker:
         self._reader.join()
 
 
-def say(text: str) -> None:
-    print(f"launcher: {text}", file=sys.stderr, flush=True)
+def say(text: str, before: str = "") -> None:
+    print(f"{before}launcher: {text}", file=sys.stderr, flush=True)
 
 
 def in_words(code: int) -> str:
@@ -325,7 +327,7 @@ def wait(workers: list[Worker], timeout: float) -> bool:
                 continue
             running.remove(worker)
             if code != 0:
-                say(f"{process(worker.number)} {in_words(code)}")
+                say(f"{process(worker.number)} {in_words(code)}", "\n")  # after the bar
                 # After a death the others find out by themselves. A process that ended by itself
                 # has seen already that the rest is stuck.
                 deadline = min(deadline, time.monotonic() + (timeout + 3 if code < 0 else 3))
@@ -337,16 +339,22 @@ def wait(workers: list[Worker], timeout: float) -> bool:
 
 def launch(args: argparse.Namespace) -> int:
     """Starts the workers, waits, compares their digests; returns the exit code."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        say(f"gloo needs the host's name to resolve; add {socket.gethostname()} to /etc/hosts")
+        return FAILED
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     service, address = start_coordinator(args.processes)
-    command = [sys.executable, __file__, *sys.argv[1:], "--coordinator", address, "--process-id"]
+    told = ["--launcher", str(os.getpid()), "--coordinator", address, "--process-id"]
+    command = [sys.executable, __file__, *sys.argv[1:], *told]
     workers = []
     try:
         for number in range(args.processes):
             workers.append(Worker(number, [*command, str(number)]))
         ok = wait(workers, args.timeout)
     except KeyboardInterrupt:
-        say("interrupted")
+        say("interrupted", "\n")
         ok = False
     finally:
         for worker in workers:
@@ -393,6 +401,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of parameters and data order")
     # What the launcher tells its workers.
     add("--process-id", type=int, help=argparse.SUPPRESS)
+    add("--launcher", type=int, help=argparse.SUPPRESS)
     add("--coordinator", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name, value in (QUICK if args.quick else DEFAULT).items():
