@@ -231,5 +231,6 @@ def example_keys(key: jax.Array, batch_size: int, *, start: Any = 0) -> jax.Arra
       (4,)
     """
     size = checks.integer("example_keys", "batch_size", batch_size)
+    checks.key("example_keys", key)
     numbers = jnp.arange(size) + start
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

@@ -11,6 +11,7 @@ from jaxaccum.core import checks
 from jaxaccum.core.sums import finalize
 from jaxaccum.folds.bound import is_inexact
 from jaxaccum.folds.handover import find_homes, hand_over
+from jaxaccum.folds.stream_state import find_states
 from jaxaccum.folds.window import accumulate
 from jaxaccum.numerics import accumulators, weights
 
@@ -127,11 +128,18 @@ def train_step(
     accumulate_fn = accumulate(loss_fn, **window_options)
 
     def init_fn(params: Any) -> StepState:
+        inner_state = inner.init(_trainable(params))
+        if find_states(inner_state):
+            raise ValueError(
+                "train_step: `optimizer` holds a `ja.multi_steps`, but a step is a whole window. "
+                "Pass the optimizer itself and cut the batch with `num_microbatches`, or call "
+                "`multi_steps` in a loop of your own."
+            )
         return StepState(
             jnp.zeros((), jnp.int32),
             weights.zero(),
             # Some optimizers keep the parameters themselves: donating both would free them twice.
-            jax.tree.map(lambda x: jnp.array(x, copy=True), inner.init(_trainable(params))),
+            jax.tree.map(lambda x: jnp.array(x, copy=True), inner_state),
         )
 
     def step_fn(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "i"}
@@ -22,7 +23,9 @@ def describe(x: Any) -> str:
     return text if len(text) <= 60 else f"{type(x).__name__} {text[:50]}…"
 
 
-def integer(function: str, name: str, value: Any, *, minimum: int = 1) -> int:
+def integer(
+    function: str, name: str, value: Any, *, minimum: int = 1, remedy: str = "Pass an int."
+) -> int:
     """`value` as a Python int; NumPy and JAX integers are accepted, bools and floats are not."""
     number: int | None = None
     if not isinstance(value, bool | np.bool_):
@@ -33,7 +36,7 @@ def integer(function: str, name: str, value: Any, *, minimum: int = 1) -> int:
     if number is None:
         raise TypeError(
             f"{function}: `{name}` must be a static integer, got {describe(value)} of type "
-            f"{type(value).__name__}. Pass an int, for example {name}=4."
+            f"{type(value).__name__}. {remedy}"
         )
     if number < minimum:
         raise ValueError(f"{function}: `{name}` must be at least {minimum}, got {number}.")
@@ -92,12 +95,31 @@ def argnums(function: str, value: int | Sequence[int], number: int) -> tuple[int
     return tuple(resolved)
 
 
-def arrays(function: str, tree: Any, *, name: str) -> None:
+def key(function: str, value: Any) -> None:
+    """Requires one PRNG key, typed or raw, or `None`."""
+    dtype, shape = getattr(value, "dtype", None), np.shape(value)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if value is None or (typed and shape == ()) or (dtype == jnp.uint32 and len(shape) == 1):
+        return
+    raise TypeError(
+        f"{function}: `key` must be one PRNG key, got {describe(value)}. Pass "
+        "`jax.random.key(seed)`; keys for each example belong into the batch, see "
+        "`ja.example_keys`."
+    )
+
+
+def arrays(
+    function: str,
+    tree: Any,
+    *,
+    name: str,
+    remedy: str = "Keep what is not an array out of the differentiated arguments, or replace it by "
+    "None.",
+) -> None:
     """Requires every leaf to be an array or a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
             raise TypeError(
                 f"{function}: `{name}{jax.tree_util.keystr(path)}` must be an array, got "
-                f"{describe(leaf)} of type {type(leaf).__name__}. Keep what is not an array out of "
-                "the differentiated arguments, or replace it by None."
+                f"{describe(leaf)} of type {type(leaf).__name__}. {remedy}"
             )

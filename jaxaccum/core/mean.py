@@ -105,6 +105,12 @@ class Mean:
             return Mean(add(self.total, other.total), add(self.weight, other.weight))
         if isinstance(other, int) and other == 0:  # the start value of `sum([...])`
             return self
+        if hasattr(other, "dtype") or isinstance(other, int | float):
+            raise TypeError(
+                f"Mean: cannot add {checks.describe(other)}, which has no weight. Return the terms "
+                'side by side, each with its own: `{"loss": loss, "penalty": ja.Mean(penalty, '
+                "1.0)}`."
+            )
         return NotImplemented
 
     __radd__ = __add__
@@ -207,6 +213,7 @@ def _fit(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
     if not fits:
         raise ValueError(
             f"mean: `{name}` must have the shape of `values` {np.shape(values)}, or 1 in some "
-            f"dimensions, got {np.shape(x)}. Add the missing axes, for example `{name}[:, None]`."
+            f"dimensions, got {np.shape(x)}. Add the axes that are missing, as in "
+            f"`{name}[:, None]` or `{name}[None, :]`."
         )
     return jnp.broadcast_to(x, values.shape)

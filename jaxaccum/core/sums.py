@@ -105,6 +105,9 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
             f"merge: the sums have different structures, {jax.tree.structure(a)} and "
             f"{jax.tree.structure(b)}. Make both with the same loss function and options."
         )
+    if a.grad_reducers is None:  # else the gradients of the batch's rows differ in their number
+        remedy = "Make both with the same loss function and parameters."
+        checks.same_structure("merge", "b.grads", b.grads, a.grads, remedy=remedy)
     leaves_a, tree = jax.tree.flatten(a.grads)
     reducers = a.grad_reducers or (Addition(),) * len(leaves_a)
     grads = [
@@ -114,7 +117,9 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
     denominators = a.denominators
     if denominators is not None:
         denominators = jax.tree.map(
-            lambda x, y: jnp.where(x == y, x, jnp.nan), denominators, b.denominators
+            lambda x, y: jnp.where(x == y, x, np.asarray(jnp.nan, x.dtype)),
+            denominators,
+            b.denominators,
         )
     return dataclasses.replace(
         a,
@@ -186,7 +191,7 @@ def finalize(sums: WindowSums) -> Window:
             return leaf
         if scale is not None:
             return divide(leaf, scale, empty=0.0)
-        return leaf if poison is None else jnp.where(poison, jnp.nan, leaf)
+        return leaf if poison is None else jnp.where(poison, np.asarray(jnp.nan, leaf.dtype), leaf)
 
     return Window(
         loss=loss,
@@ -209,7 +214,7 @@ def _sum_of_means(totals: list[Any], weights: list[Any], denominators: list[Any]
     for term in terms[1:]:
         loss = add(loss, term)
     all_empty = jnp.stack([jnp.asarray(w) == 0 for w in weights]).all()
-    return jnp.where(all_empty, jnp.full_like(loss, jnp.nan), loss)
+    return jnp.where(all_empty, np.asarray(jnp.nan, loss.dtype), loss)
 
 
 def _differing(denominators: Any) -> Any:

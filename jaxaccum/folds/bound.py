@@ -66,6 +66,7 @@ class Bound:
         self.varied = devices.checked(self.axes).union(
             *(compat.varying_axes(x) for x in jax.tree.leaves(self.batch) if is_array(x))
         )
+        checks.key(name, key)
         if key is not None and self.axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
         self.key = key
@@ -149,7 +150,7 @@ class Bound:
                 args[1] = rows
                 for position, value in self._rebuild(inputs[:number]).items():
                     args[position] = value
-                named = {} if key is None or not self._passes_key() else {"key": key}
+                named = {"key": key} if key is not None and self._passes_key() else {}
                 return self.options.loss_fn(*args, **named)
 
             loss = stage_loss(
@@ -168,10 +169,17 @@ class Bound:
 
     def _passes_key(self) -> bool:
         """Whether the key is for the loss function too; it may be for the accumulator alone."""
-        if not self.options.accumulator.needs_key:
+        try:
+            parameters = inspect.signature(self.options.loss_fn).parameters.values()
+        except (TypeError, ValueError):  # some callables have no signature
             return True
-        parameters = inspect.signature(self.options.loss_fn).parameters.values()
-        return any(p.name == "key" or p.kind == p.VAR_KEYWORD for p in parameters)
+        takes_key = any(p.name == "key" or p.kind == p.VAR_KEYWORD for p in parameters)
+        if not (takes_key or self.options.accumulator.needs_key):
+            raise TypeError(
+                f"{self.options.function}: `key=` was given, but `loss_fn` takes no keyword `key`. "
+                "Add it, `def loss_fn(params, batch, *, key)`, or leave `key=` out."
+            )
+        return takes_key
 
     def _rebuild(self, moving: Sequence[Any]) -> dict[int, Any]:
         supply = iter(moving)
@@ -189,7 +197,10 @@ class Bound:
             loss, flat, differentiated = self._loss(index, rows)
             weights = loss.weights_fn(self.options.function, differentiated)(flat)
             weights = devices.vary(weights, self.varied)
-            return Outcome(weights, None if kept is None else kept[index])
+            if not self.options.skip_nonfinite:
+                return Outcome(weights, None if kept is None else kept[index])
+            finite = _all_finite(weights)
+            return Outcome(weights, finite if kept is None else finite & kept[index])
 
         weights = self._fold(count_fn, reducers_of_sums)
         return devices.reduce(reducers_of_sums(weights), weights, self.axes, True)
@@ -277,7 +288,7 @@ class Bound:
             values["num"] = jnp.int32(1)
             if not skip:
                 return Outcome(devices.vary(values, self.varied), key=self._rounding_key(index))
-            finite = jnp.stack([jnp.isfinite(x).all() for x in (*grads, *totals, *weights)]).all()
+            finite = _all_finite([*grads, *totals, *weights])
             if self.scattering:  # a part holds every device's gradient, so all must agree
                 finite = devices.agree(finite, self.axes)
             values["finite"] = finite
@@ -433,6 +444,10 @@ def is_inexact(x: Any) -> bool:
     """Whether `x` is a floating or complex number, which has a gradient."""
     dtype = x.dtype if hasattr(x, "dtype") else np.result_type(x)
     return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _all_finite(arrays: Sequence[Any]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
 
 
 def reducers_of_sums(tree: Any) -> Any:

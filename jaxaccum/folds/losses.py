@@ -132,6 +132,7 @@ def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
             )
     if not leaves:
         raise TypeError(f"{function}: the loss function returned {_say(loss)}. {_FIX}")
+    checks.arrays(function, aux, name="aux", remedy="Return only arrays and numbers in `aux`.")
     return loss, aux
 
 

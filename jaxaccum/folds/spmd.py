@@ -30,11 +30,6 @@ def sums(
       ValueError: there is no mesh with these axes, or the rows do not divide by the devices.
     """
     function = options.function
-    if options.axis_name is not None:
-        raise ValueError(
-            f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
-            "for plain `jit`; pass one of them."
-        )
     names = devices.names_of(function, "spmd_axis_name", options.spmd_axis_name)
     mesh = mesh_of(function, names, args)
     number = int(np.prod([mesh.shape[name] for name in names]))

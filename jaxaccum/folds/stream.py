@@ -11,6 +11,7 @@ import optax
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean, divide
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
 from jaxaccum.folds.bound import is_inexact
 from jaxaccum.folds.handover import cast, find_homes, hand_over, no_update
@@ -68,9 +69,9 @@ def multi_steps(
         their device between calls and meet in one reduction when the window closes. Gradients
         must not be reduced before. See `ja.state_specs` for the state's layout.
       accumulator: how the gradient sums are carried; float32 by default.
-      skip_nonfinite: leaves out every micro-step whose gradient or weight is not finite, on all
-        devices where it is not on one. It does not advance the window: the next micro-step takes
-        its place.
+      skip_nonfinite: leaves out every micro-step whose gradient, weight or averaged argument is not
+        finite, on all devices where it is not on one. It does not advance the window: the next
+        micro-step takes its place.
       mean_args: names of extra arguments that may be given as `ja.Mean`; `inner` receives their
         mean over the window.
       grad_args: names of extra arguments that are gradients (line searches take `grad=`); `inner`
@@ -109,12 +110,19 @@ def multi_steps(
             "multi_steps: `accumulator` must come from `ja.accumulators`, got "
             f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
         )
+    if every is until_weight:
+        raise TypeError(
+            "multi_steps: `every` is `until_weight` without its target; call it, "
+            "`ja.until_weight(524_288)`."
+        )
     if isinstance(every, until_weight):
         _check_target(every.target)
     elif not callable(every):
-        every = checks.integer("multi_steps", "every", every)
+        remedy = "Pass an int, a function of the optimizer step, or `ja.until_weight(target)`."
+        every = checks.integer("multi_steps", "every", every, remedy=remedy)
     for name, value in (("mean_args", mean_args), ("grad_args", grad_args)):
-        if isinstance(value, str) or not all(isinstance(n, str) for n in value):
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        if not (listed and all(isinstance(n, str) for n in value)):
             raise TypeError(
                 f"multi_steps: `{name}` must be a tuple of argument names, got {value!r}. For one "
                 f'name pass `{name}=("value",)`.'
@@ -156,10 +164,20 @@ def multi_steps(
             raise TypeError(
                 f"multi_steps: `state` must come from `init`, got {type(state).__name__}."
             )
+        if isinstance(updates, WindowSums):
+            raise TypeError(
+                "multi_steps: `updates` is a `WindowSums`; pass `sums.grads`, with "
+                "`weight=sums.weight`."
+            )
         axes = devices.axes("multi_steps", axis_name)
         grad_carry, weight_carry, mean_sums = devices.without_device_axis(
             (state.grad_carry, state.weight_carry, state.mean_args), axes
         )
+        if flush and params is None and _is_one(every):
+            raise ValueError(
+                "flush: `params` are needed where `every` is 1: the state holds no sum that tells "
+                "the shapes of the updates."
+            )
         if flush:  # there is no gradient, but the updates need its types
             like = accumulators.read(grad_carry) if params is None else params
             updates = jax.tree.map(jnp.zeros_like, like)
@@ -218,7 +236,9 @@ def multi_steps(
             one, means = devices.vary((one, means), devices.checked(axes))
             larger = window.fold(accumulator, grads, one, means, rounding_key)
             if skip_nonfinite:
-                keep = devices.agree(_all_finite([*grads, larger.weight.total]), axes)
+                keep = devices.agree(
+                    _all_finite([*grads, larger.weight.total, *jax.tree.leaves(larger.means)]), axes
+                )
                 larger = larger.select(keep, window)
             window = larger
         micro_step = state.micro_step + keep.astype(jnp.int32)

@@ -57,13 +57,15 @@ class MultiStepsState(NamedTuple):
         return weights.read(self.weight_carry)
 
 
+def find_states(state: Any) -> list[MultiStepsState]:
+    """All `MultiStepsState`s in an optimizer state."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MultiStepsState))
+    return [leaf for leaf in leaves if isinstance(leaf, MultiStepsState)]
+
+
 def find_state(function: str, state: Any) -> MultiStepsState:
     """The one `MultiStepsState` in an optimizer state, however deeply it is nested."""
-    found = [
-        leaf
-        for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MultiStepsState))
-        if isinstance(leaf, MultiStepsState)
-    ]
+    found = find_states(state)
     if len(found) != 1:
         raise ValueError(
             f"{function}: expected a state that holds one `multi_steps` state, found "
@@ -139,8 +141,8 @@ def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[A
     epoch.
 
     Args:
-      tx: the `multi_steps` transformation, alone or inside `optax.chain` and the like; other
-        members of a chain see gradients of zero.
+      tx: the `multi_steps` transformation, alone or inside `optax.chain` and the like, or several
+        of them; other members of a chain see gradients of zero.
       state: its state.
       params: the parameters, as for `update`.
       **extra_args: extra arguments of the inner optimizer. The window's means of those named in
@@ -150,7 +152,8 @@ def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[A
       `(updates, state)`, as from `tx.update`.
 
     Raises:
-      ValueError: the state holds no `multi_steps` state, or several.
+      ValueError: the state holds no `multi_steps` state, or `params` are needed: where there are
+        several, or where `every` is 1.
 
     Example:
       >>> import jaxaccum as ja, jax.numpy as jnp, optax
@@ -162,6 +165,9 @@ def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[A
       >>> print(updates, ja.has_updated(state))
       -3.0 True
     """
-    like = find_state("flush", state).grad_sum
-    zeros = jax.tree.map(jnp.zeros_like, like if params is None else params)
+    if params is None or not find_states(state):
+        params_like = find_state("flush", state).grad_sum
+    else:
+        params_like = params
+    zeros = jax.tree.map(jnp.zeros_like, params_like)
     return tx.update(zeros, state, params, flush=True, **extra_args)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut, shards, spmd, unreduced
+from jaxaccum.folds import cut, devices, shards, spmd, unreduced
 from jaxaccum.folds.bound import Bound, Options, is_inexact
 from jaxaccum.numerics import accumulators
 
@@ -305,6 +305,13 @@ def _options(
         raise TypeError(
             f"{function}: `accumulator` must come from `ja.accumulators`, got "
             f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
+        )
+    devices.names_of(function, "axis_name", others.get("axis_name"))
+    devices.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
+    if others.get("axis_name") is not None and others.get("spmd_axis_name") is not None:
+        raise ValueError(
+            f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
+            "for plain `jit`; pass one of them."
         )
     reduction = shards.check_reduction(function, others.get("reduction", "defer"))
     if reduction == "unreduced":

@@ -81,10 +81,10 @@ class _Compensated(Accumulator):
 
     def merge(self, a: Any, b: Any) -> Compensated:
         total, lost = _two_sum(a.total, b.total)
-        lost = lost + (a.error + b.error)
-        # An overflow has no error term: inf - inf would turn an honest inf into nan.
         lost = jnp.where(jnp.isfinite(total), lost, jnp.zeros_like(lost))
-        return Compensated(*_two_sum(total, lost))
+        total, lost = _two_sum(total, lost + (a.error + b.error))
+        # An overflow has no error term: inf - inf would turn an honest inf into nan.
+        return Compensated(total, jnp.where(jnp.isfinite(total), lost, jnp.zeros_like(lost)))
 
     def renormalise(self, carry: Any) -> Compensated:
         return Compensated(*_two_sum(carry.total, carry.error))

@@ -65,7 +65,8 @@ def is_zero(weight: Compensated) -> jax.Array:
 
 def reaches(weight: Compensated, target: Compensated) -> jax.Array:
     """Whether `weight >= target`; a boolean scalar."""
-    return (weight.total - target.total) + (weight.error - target.error) >= 0
+    short = (weight.total - target.total) + (weight.error - target.error) < 0
+    return ~short  # a weight that is nan must not hold the window open for ever
 
 
 def read(weight: Compensated) -> Any:
