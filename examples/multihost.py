@@ -151,7 +151,7 @@ def connect(args: argparse.Namespace) -> None:
         coordinator_address=args.coordinator,
         num_processes=args.processes,
         process_id=args.process_id,
-        coordinator_bind_address="127.0.0.1:0",  # the coordinator in use is the launcher's
+        coordinator_bind_address="127.0.0.1:0",  # that of process 0 stays unused; see `serve`
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=HEARTBEAT,
     )
@@ -270,19 +270,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_coordinator(num_processes: int) -> tuple[Any, str]:
-    """Starts the service through which processes find each other; returns it and its address.
+def serve(args: argparse.Namespace) -> None:
+    """Is the coordinator, the service through which processes find each other.
 
     `jax.distributed.initialize` would start it in process 0, and if that were killed, the service's
-    client would abort all others before they could say why. JAX has no public name for it.
+    client would abort all others before they could say why. In a process of its own it outlives
+    them all, the launcher too. JAX has no public name for it.
     """
     from jax._src.lib import _jax
 
-    address = f"127.0.0.1:{free_port()}"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     service = _jax.get_distributed_runtime_service(
-        address, num_processes, heartbeat_timeout=HEARTBEAT
+        args.coordinator, args.processes, heartbeat_timeout=HEARTBEAT
     )
-    return service, address
+    sys.stdin.read()  # returns when the launcher is gone
+    time.sleep(2)
+    del service
 
 
 class Worker:
@@ -345,13 +348,13 @@ def launch(args: argparse.Namespace) -> int:
         say(f"gloo needs the host's name to resolve; add {socket.gethostname()} to /etc/hosts")
         return FAILED
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    service, address = start_coordinator(args.processes)
-    told = ["--launcher", str(os.getpid()), "--coordinator", address, "--process-id"]
+    told = ["--launcher", str(os.getpid()), "--coordinator", f"127.0.0.1:{free_port()}"]
     command = [sys.executable, __file__, *sys.argv[1:], *told]
+    coordinator = subprocess.Popen([*command, "--serve"], stdin=subprocess.PIPE)
     workers = []
     try:
         for number in range(args.processes):
-            workers.append(Worker(number, [*command, str(number)]))
+            workers.append(Worker(number, [*command, "--process-id", str(number)]))
         ok = wait(workers, args.timeout)
     except KeyboardInterrupt:
         say("interrupted", "\n")
@@ -359,7 +362,8 @@ def launch(args: argparse.Namespace) -> int:
     finally:
         for worker in workers:
             worker.kill()
-    service.shutdown()
+        coordinator.kill()
+        coordinator.wait()
     if not ok:
         say("FAILED; the same command with `--resume` goes on from the newest checkpoint")
         return FAILED
@@ -399,7 +403,8 @@ def parse_args() -> argparse.Namespace:
     add("--learning-rate", type=float, default=4e-3, help="peak learning rate of AdamW")
     add("--log-every", type=int, default=5, help="steps between updates of the progress bar")
     add("--seed", type=int, default=0, help="seed of parameters and data order")
-    # What the launcher tells its workers.
+    # What the launcher tells those it starts.
+    add("--serve", action="store_true", help=argparse.SUPPRESS)
     add("--process-id", type=int, help=argparse.SUPPRESS)
     add("--launcher", type=int, help=argparse.SUPPRESS)
     add("--coordinator", help=argparse.SUPPRESS)
@@ -412,9 +417,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    if args.process_id is None and not args.cluster:
+    if args.serve:
+        serve(args)
+    elif args.cluster or args.process_id is not None:
+        work(args)
+    else:
         return launch(args)
-    work(args)
     return 0
 
 
