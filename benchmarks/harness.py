@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import optax
 
 import jaxaccum
@@ -71,7 +72,7 @@ def compile_program(fn: Callable[..., Any], *args: Any, donate: Sequence[int] = 
 
 
 def _count_equations(jaxpr: Any) -> int:
-    inner = jax.core.jaxprs_in_params
+    inner = jax.extend.core.jaxprs_in_params
     return sum(1 + sum(map(_count_equations, inner(eqn.params))) for eqn in jaxpr.eqns)
 
 

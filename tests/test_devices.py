@@ -39,19 +39,14 @@ ROWS_EACH = ROWS // DEVICES
 # Every route on every mesh
 
 
-MESH_OF_THE_ARGUMENTS = pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="`spmd._place` reshards to a bare `PartitionSpec`, which needs a mesh in the context",
-)
 # On jax 0.10 a mesh with one Auto and one Explicit axis drops the sharding of what `shard_map`
 # returns, so a state that is carried between calls changes its type; a stream needs one kind.
 _MIXED = ("AE",)
 
 
-def case(route, setup, loss_fn=token_loss, cut="even", *, skip=False, marks=()):
+def case(route, setup, loss_fn=token_loss, cut="even", *, skip=False):
     name = f"{route}-{setup}-{loss_fn.__name__}-{cut}{'-skip' if skip else ''}"
-    return pytest.param((route, setup, loss_fn, cut, skip), id=name, marks=marks)
+    return pytest.param((route, setup, loss_fn, cut, skip), id=name)
 
 
 def chosen_cases():
@@ -77,7 +72,7 @@ def chosen_cases():
         case("stream", PMAP, skip=True),
         case("plain jit", Setup("A"), terms_loss, skip=True, cut="uneven"),
         case("plain jit", Setup("EE"), skip=True),
-        case("plain jit", Setup("E", context=False), marks=MESH_OF_THE_ARGUMENTS),
+        case("plain jit", Setup("E", context=False)),
         case("plain jit", Setup("AA", names=BOTH)),
         case("train_step", Setup("E"), skip=True, cut="uneven"),
         case("train_step", Setup("AA"), terms_loss),
@@ -101,7 +96,6 @@ def all_cases():
         for setup in in_region if kind.in_region else plain:
             if route == "stream" and setup.types in _MIXED:
                 continue
-            marks = () if setup.context else MESH_OF_THE_ARGUMENTS
             for loss_fn in (token_loss, terms_loss) if kind.several_terms else (token_loss,):
                 for cut in CUTS:
                     # Denominators that were given beforehand cannot leave out what is bad.
@@ -109,7 +103,7 @@ def all_cases():
                         (False,) if route == "merge" and loss_fn is terms_loss else (False, True)
                     )
                     for skip in skips:
-                        yield case(route, setup, loss_fn, cut, skip=skip, marks=marks)
+                        yield case(route, setup, loss_fn, cut, skip=skip)
 
 
 def check_route(chosen):
@@ -289,11 +283,6 @@ def test_the_last_device_that_ran_anything_has_the_last_micro_batch(setup):
 # Gradients of the batch, and gradients that are no sums
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="`Bound._find_shards` looks for the specs of all differentiated arguments, the rows of "
-    "the batch too, and lines them up with the leaves of the others",
-)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain jit", "shard_map"])
 @pytest.mark.parametrize("setup", [Setup("E"), Setup("AA")], ids=str)
 def test_gradients_of_the_batch_come_back_in_its_order(setup, plain):

@@ -60,7 +60,10 @@ FIELDS = {
     ],
     "Mean": ["total", "weight", "value"],
 }  # fmt: skip
-SUBMODULES = {"accumulators": ["plain", "compensated", "stochastic", "chunked"], "interop": ["from_optax", "to_optax"]}
+SUBMODULES = {
+    "accumulators": ["plain", "compensated", "stochastic", "chunked"],
+    "interop": ["from_optax", "to_optax"],
+}
 # What each function that a factory returns must accept.
 RETURNED = {
     "accumulate": ["key", "num_real", "denominators"],

@@ -281,7 +281,7 @@ class Bound:
             if self.scattering:
                 number = len(self.moving)
                 grads[:number] = [
-                    g if s is None else s.scatter(g.astype(wide(g.dtype)))
+                    g if s is None else s.scatter_here(g.astype(wide(g.dtype)))
                     for g, s in zip(grads[:number], self.grad_shards, strict=True)
                 ]
             values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
@@ -341,7 +341,8 @@ class Bound:
             [r.read(g) for r, g in zip(grad_reducers, out["grads"], strict=True)], grad_reducers
         )
         if denominators is not None:
-            denominators = jax.tree.unflatten(terms, denominators)
+            floats = [jnp.asarray(d, compat.promote(d, jnp.float32)) for d in denominators]
+            denominators = jax.tree.unflatten(terms, floats)
         special = any(not isinstance(r, Addition) for r in leaf_reducers)
         return WindowSums(
             grads=grads,

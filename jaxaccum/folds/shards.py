@@ -33,6 +33,14 @@ class Shard(NamedTuple):
         """This device's part of the sum of all devices' whole arrays."""
         return lax.psum_scatter(x, self.axes, scatter_dimension=self.dimension, tiled=True)
 
+    def scatter_here(self, x: jax.Array) -> jax.Array:
+        """`scatter`, at this place of the program.
+
+        The TPU compiler moves the reduction of `sum += scatter(x)` out of a loop, which then
+        carries whole sums, and moves a cast to float32 behind it. The barriers keep both in place.
+        """
+        return lax.optimization_barrier(self.scatter(lax.optimization_barrier(x)))
+
     def spec(self) -> PartitionSpec:
         """The `PartitionSpec` of an array split this way."""
         return PartitionSpec(*[None] * self.dimension, self.axes)
