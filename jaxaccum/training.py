@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxaccum.core import checks
+from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import finalize
-from jaxaccum.folds.bound import is_inexact
 from jaxaccum.folds.handover import find_homes, hand_over
 from jaxaccum.folds.stream_state import find_states
 from jaxaccum.folds.window import accumulate

@@ -106,6 +106,10 @@ REFUSED = {
         lambda: window(key=jax.random.key(0)),
         "`loss_fn` takes no keyword `key`",
     ),
+    "texts as denominators": (
+        lambda: ja.accumulate(product, num_microbatches=2)(1.0, ROWS, denominators="3"),
+        "accumulate: `denominators` must be an array",
+    ),
     "a number added to a mean": (lambda: 1.0 + ja.mean(ROWS), "has no weight"),
     "an array added to a mean": (lambda: ja.mean(ROWS) + ROWS[0], "side by side"),
     "merged sums of different shape": (

@@ -123,3 +123,14 @@ def arrays(
                 f"{function}: `{name}{jax.tree_util.keystr(path)}` must be an array, got "
                 f"{describe(leaf)} of type {type(leaf).__name__}. {remedy}"
             )
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether `x` is a floating or complex number, which has a gradient."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(x)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def all_finite(arrays: Sequence[Any]) -> jax.Array:
+    """Whether no entry of any array is nan or infinite; a boolean scalar."""
+    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()

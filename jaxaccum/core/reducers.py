@@ -236,6 +236,11 @@ def reducers_of(tree: Any) -> Any:
     return jax.tree.map(choose, tree, is_leaf=is_marked)
 
 
+def reducers_of_sums(tree: Any) -> Any:
+    """The tree of reducers that sums every leaf of `tree`."""
+    return jax.tree.map(lambda _: Sum.reducer, tree)
+
+
 def is_marked(node: Any) -> bool:
     """Whether `node` is a `Mean` or one of the marks."""
     return isinstance(node, Mean | Mark)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks, compat
+from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import add, divide, wide
 from jaxaccum.core.reducers import (
     Addition,
@@ -21,34 +22,14 @@ from jaxaccum.core.reducers import (
     Stack,
     Sum,
     reducers_of,
+    reducers_of_sums,
 )
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import cut, devices, shards
+from jaxaccum.folds import arguments, cut, devices, shards
 from jaxaccum.folds import unreduced_types as unreduced
+from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.losses import Loss, stage_loss
 from jaxaccum.folds.scan import Outcome, fold
-from jaxaccum.numerics import accumulators
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The checked keywords of `accumulate`; see there."""
-
-    function: str
-    loss_fn: Callable[..., Any]
-    num_microbatches: int | None
-    microbatch_size: int | None
-    accumulator: accumulators.Accumulator
-    argnums: int | Sequence[int] = 0
-    has_aux: bool = False
-    skip_nonfinite: bool = False
-    grad_reducers: Any = None
-    unroll: int | bool = 1
-    axis_name: Any = None
-    spmd_axis_name: Any = None
-    reduction: str = "defer"
-    param_specs: Any = None
-    grad_specs: Any = None
 
 
 class Bound:
@@ -64,7 +45,11 @@ class Bound:
         self.axes = devices.axes(name, options.axis_name)
         # Gradients stay local only of parameters that are typed as different on each device.
         self.varied = devices.checked(self.axes).union(
-            *(compat.varying_axes(x) for x in jax.tree.leaves(self.batch) if is_array(x))
+            *(
+                compat.varying_axes(x)
+                for x in jax.tree.leaves(self.batch)
+                if isinstance(x, jax.Array)
+            )
         )
         checks.key(name, key)
         if key is not None and self.axes:
@@ -79,7 +64,7 @@ class Bound:
             name, self.batch, options.num_microbatches, options.microbatch_size
         )
         self.num_microbatches = sum(segment.num for segment in self.segments)
-        self.num_real = _num_real(name, num_real, self.num_microbatches)
+        self.num_real = arguments.num_real(name, num_real, self.num_microbatches)
         self.positions = checks.argnums(name, options.argnums, len(args))
         differentiated = {p: args[p] for p in self.positions if p != 1}
         checks.arrays(name, differentiated, name="argument")
@@ -199,7 +184,7 @@ class Bound:
             weights = devices.vary(weights, self.varied)
             if not self.options.skip_nonfinite:
                 return Outcome(weights, None if kept is None else kept[index])
-            finite = _all_finite(weights)
+            finite = all_finite(weights)
             return Outcome(weights, finite if kept is None else finite & kept[index])
 
         weights = self._fold(count_fn, reducers_of_sums)
@@ -210,7 +195,7 @@ class Bound:
         terms = self.first_loss().terms
         denominators = None
         if given is not None:
-            denominators = _denominators(self.options.function, given, terms)
+            denominators = arguments.denominators(self.options.function, given, terms)
             local = self._local(denominators)
         elif terms.num_leaves == 1:
             local = self._local(None)
@@ -288,7 +273,7 @@ class Bound:
             values["num"] = jnp.int32(1)
             if not skip:
                 return Outcome(devices.vary(values, self.varied), key=self._rounding_key(index))
-            finite = _all_finite([*grads, *totals, *weights])
+            finite = all_finite([*grads, *totals, *weights])
             if self.scattering:  # a part holds every device's gradient, so all must agree
                 finite = devices.agree(finite, self.axes)
             values["finite"] = finite
@@ -434,55 +419,3 @@ class _Placed:
 
     value: Any
     reducer: Reducer
-
-
-def is_array(x: Any) -> bool:
-    """Whether `x` has a type with axes; NumPy arrays and numbers are the same everywhere."""
-    return isinstance(x, jax.Array)
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether `x` is a floating or complex number, which has a gradient."""
-    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(x)
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _all_finite(arrays: Sequence[Any]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
-
-
-def reducers_of_sums(tree: Any) -> Any:
-    """Summation for every leaf."""
-    return jax.tree.map(lambda _: Sum.reducer, tree)
-
-
-def _num_real(function: str, value: Any, number: int) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, jax.Array):
-        if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
-            raise TypeError(
-                f"{function}: `num_real` must be an integer scalar, got {checks.describe(value)}."
-            )
-        return jnp.clip(value.astype(jnp.int32), 0, number)
-    value = checks.integer(function, "num_real", value, minimum=0)
-    if value > number:
-        raise ValueError(
-            f"{function}: `num_real` is {value}, but the batch is cut into {number} micro-batches."
-        )
-    return value
-
-
-def _denominators(function: str, given: Any, terms: Any) -> list[Any]:
-    leaves, tree = jax.tree.flatten(given)
-    if tree != terms:
-        raise ValueError(
-            f"{function}: `denominators` must have the structure of the loss, {terms}, got {tree}. "
-            "`ja.denominators(loss_fn, ...)` returns it."
-        )
-    for leaf in leaves:
-        if np.shape(leaf):
-            raise ValueError(
-                f"{function}: `denominators` must be scalars, got {checks.describe(leaf)}."
-            )
-    return [jnp.asarray(d) for d in leaves]

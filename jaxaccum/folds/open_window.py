@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks, compat
+from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import Sum
 from jaxaccum.folds import devices
-from jaxaccum.folds.bound import is_inexact
 from jaxaccum.numerics import accumulators, weights
 
 

@@ -13,7 +13,8 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.reducers import reducers_of
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import cut, devices
-from jaxaccum.folds.bound import Bound, Options
+from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.bound import Bound
 from jaxaccum.folds.shards import Shard, shard_of, shards
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from jaxaccum.core import checks, compat
+from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import Mean, divide
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
-from jaxaccum.folds.bound import is_inexact
 from jaxaccum.folds.handover import cast, find_homes, hand_over, no_update
 from jaxaccum.folds.open_window import OpenWindow, carries_of, rebuild
 from jaxaccum.folds.stream_state import MultiStepsState
@@ -237,7 +237,7 @@ def multi_steps(
             larger = window.fold(accumulator, grads, one, means, rounding_key)
             if skip_nonfinite:
                 keep = devices.agree(
-                    _all_finite([*grads, larger.weight.total, *jax.tree.leaves(larger.means)]), axes
+                    all_finite([*grads, larger.weight.total, *jax.tree.leaves(larger.means)]), axes
                 )
                 larger = larger.select(keep, window)
             window = larger
@@ -355,10 +355,6 @@ def _check_local(updates: Any, axes: tuple[str, ...]) -> None:
                 "own sum: `ja.accumulate` keeps it local, and so does `jax.grad` in parameters "
                 'cast with `jax.lax.pcast(params, axis, to="varying")`.'
             )
-
-
-def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
 
 
 def _count(number: jax.Array, happened: Any) -> jax.Array:

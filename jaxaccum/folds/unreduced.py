@@ -6,7 +6,8 @@ from typing import Any
 from jaxaccum.core import compat
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices, spmd
-from jaxaccum.folds.bound import Bound, Options
+from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.bound import Bound
 from jaxaccum.numerics import accumulators
 
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import checks
+from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.folds import cut, devices, shards, spmd, unreduced
-from jaxaccum.folds.bound import Bound, Options, is_inexact
+from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.bound import Bound
 from jaxaccum.numerics import accumulators
 
 

@@ -1,0 +1,69 @@
+"""The checked arguments of a window: the options of the factory, the keywords of the call."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks
+from jaxaccum.numerics import accumulators
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked keywords of `accumulate`; see there."""
+
+    function: str
+    loss_fn: Callable[..., Any]
+    num_microbatches: int | None
+    microbatch_size: int | None
+    accumulator: accumulators.Accumulator
+    argnums: int | Sequence[int] = 0
+    has_aux: bool = False
+    skip_nonfinite: bool = False
+    grad_reducers: Any = None
+    unroll: int | bool = 1
+    axis_name: Any = None
+    spmd_axis_name: Any = None
+    reduction: str = "defer"
+    param_specs: Any = None
+    grad_specs: Any = None
+
+
+def num_real(function: str, value: Any, number: int) -> Any:
+    """`num_real`, checked: `None`, an int, or a traced scalar clipped to what there is."""
+    if value is None:
+        return None
+    if isinstance(value, jax.Array):
+        if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(
+                f"{function}: `num_real` must be an integer scalar, got {checks.describe(value)}."
+            )
+        return jnp.clip(value.astype(jnp.int32), 0, number)
+    value = checks.integer(function, "num_real", value, minimum=0)
+    if value > number:
+        raise ValueError(
+            f"{function}: `num_real` is {value}, but the batch is cut into {number} micro-batches."
+        )
+    return value
+
+
+def denominators(function: str, given: Any, terms: Any) -> list[Any]:
+    """The leaves of `denominators`, checked against the terms of the loss."""
+    remedy = "`ja.denominators(loss_fn, ...)` returns them."
+    checks.arrays(function, given, name="denominators", remedy=remedy)
+    leaves, tree = jax.tree.flatten(given)
+    if tree != terms:
+        raise ValueError(
+            f"{function}: `denominators` must have the structure of the loss, {terms}, got {tree}. "
+            f"{remedy}"
+        )
+    for leaf in leaves:
+        if np.shape(leaf):
+            raise ValueError(
+                f"{function}: `denominators` must be scalars, got {checks.describe(leaf)}."
+            )
+    return [jnp.asarray(d) for d in leaves]
