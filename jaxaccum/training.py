@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaccum.core import checks
+from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import finalize
 from jaxaccum.folds.handover import find_homes, hand_over
@@ -163,9 +163,11 @@ def train_step(
             tree = jax.tree.unflatten(jax.tree.structure(grads), sums)
             return *inner.update(tree, inner_state, params, value=loss, grad=tree), True
 
-        own = jax.tree.map(lambda g, p: jax.ShapeDtypeStruct(p.shape, p.dtype), grads, trainable)
         operands = (window.loss, trainable)
-        types = jax.eval_shape(inner_fn, jax.tree.leaves(own), state.inner_state, operands)[0]
+        # The updates have the types that they have for gradients in the parameters' own types.
+        types = compat.types_of(
+            lambda *xs: inner_fn(*xs)[0], jax.tree.leaves(trainable), state.inner_state, operands
+        )
         sums = jax.tree.leaves(grads)
         updates, _, inner_state, _ = hand_over(
             applying,

@@ -39,20 +39,14 @@ ROWS_EACH = ROWS // DEVICES
 # Every route on every mesh
 
 
-STEP_ON_EXPLICIT = pytest.mark.xfail(
-    strict=True,
-    reason="`train_step` asks for the types of the updates without the parameters' shardings (and "
-    "`jax.eval_shape` drops them where another axis is Auto), so `hand_over` selects between "
-    "updates and zeros that lie differently",
-)
 # On jax 0.10 a mesh with one Auto and one Explicit axis drops the sharding of what `shard_map`
 # returns, so a state that is carried between calls changes its type; a stream needs one kind.
 _MIXED = ("AE",)
 
 
-def case(route, setup, loss_fn=token_loss, cut="even", *, skip=False, marks=()):
+def case(route, setup, loss_fn=token_loss, cut="even", *, skip=False):
     name = f"{route}-{setup}-{loss_fn.__name__}-{cut}{'-skip' if skip else ''}"
-    return pytest.param((route, setup, loss_fn, cut, skip), id=name, marks=marks)
+    return pytest.param((route, setup, loss_fn, cut, skip), id=name)
 
 
 def chosen_cases():
@@ -82,7 +76,7 @@ def chosen_cases():
         case("plain jit", Setup("AA", names=BOTH)),
         case("train_step", Setup("E"), skip=True, cut="uneven"),
         case("train_step", Setup("AA"), terms_loss),
-        case("train_step", Setup("EE"), marks=STEP_ON_EXPLICIT),
+        case("train_step", Setup("EE")),
     ]
 
 
@@ -103,8 +97,6 @@ def all_cases():
         for setup in in_region if kind.in_region else plain:
             if route == "stream" and setup.types in _MIXED:
                 continue
-            split = setup.tensor_parallel and setup.types[1] == "E" and setup.context
-            marks = STEP_ON_EXPLICIT if route == "train_step" and split else ()
             for loss_fn in (token_loss, terms_loss) if kind.several_terms else (token_loss,):
                 for cut in CUTS:
                     # Denominators that were given beforehand cannot leave out what is bad.
@@ -112,7 +104,7 @@ def all_cases():
                         (False,) if route == "merge" and loss_fn is terms_loss else (False, True)
                     )
                     for skip in skips:
-                        yield case(route, setup, loss_fn, cut, skip=skip, marks=marks)
+                        yield case(route, setup, loss_fn, cut, skip=skip)
 
 
 def check_route(chosen):

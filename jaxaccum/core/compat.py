@@ -51,6 +51,12 @@ def stage(fn: Callable[..., Any], *args: Any) -> Staged:
     return Staged(*jax.make_jaxpr(fn, return_shape=True)(*args))
 
 
+def types_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """The tree of abstract values that `fn(*args)` returns, nothing of their types left out."""
+    staged = stage(fn, *args)
+    return jax.tree.unflatten(jax.tree.structure(staged.out_shape), staged.closed.out_avals)
+
+
 def prune(
     staged: Staged, keep: Sequence[bool], differentiated: Sequence[bool]
 ) -> tuple[Staged, list[bool]]:

@@ -211,7 +211,7 @@ def multi_steps(
             grads = jax.lax.psum(grads, axes) if axes else grads
             return run_inner(grads, samples, inner_state, params)[0]
 
-        types = jax.eval_shape(updates_of, grads, state.inner_state, params)
+        types = compat.types_of(updates_of, grads, state.inner_state, params)
 
         if _is_one(every) and weight is None and not (skip_nonfinite or flush or axes):
             # Without accumulation the gradients reach the optimizer untouched.
