@@ -407,6 +407,17 @@ def test_a_per_device_number_of_micro_batches_is_exact_when_deferred():
     assert_close(got, full_batch(mask=problem()[1]["mask"] & kept))
 
 
+def test_a_per_device_number_of_micro_batches_is_refused_when_scattered():
+    """Devices that meet in every micro-step would wait for each other for ever."""
+    layout = Layout("ZeRO", "A")
+    f = layout.spmd("scatter", num_microbatches=None, microbatch_size=1)
+    with (
+        jax.set_mesh(layout.mesh),
+        pytest.raises(ValueError, match="`num_real` differs per device"),
+    ):
+        f(*layout.arguments(), num_real=jnp.arange(8, dtype=jnp.int32) % 7)
+
+
 # The `unreduced` route
 
 

@@ -101,6 +101,11 @@ class Bound:
                 )
         if not self.scattering:
             self.moving = self._gathered()
+        elif isinstance(self.num_real, jax.Array) and compat.varying_axes(self.num_real):
+            raise ValueError(
+                f'{name}: `num_real` differs per device, but with reduction="scatter" the devices '
+                'meet in every micro-step and would wait for each other. Use reduction="defer".'
+            )
 
     def _gathered(self, index: Any = None) -> list[jax.Array]:
         """Whole parameters; with a micro-step's `index`, gathered in that micro-step."""
