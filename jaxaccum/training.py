@@ -10,7 +10,7 @@ import optax
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import finalize
-from jaxaccum.folds.handover import find_homes, hand_over
+from jaxaccum.folds.handover import count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.stream_state import find_states
 from jaxaccum.folds.window import accumulate
 from jaxaccum.numerics import accumulators, weights
@@ -115,11 +115,7 @@ def train_step(
       >>> print(w, info.grad_norm, info.tokens_seen)
       3.0 6.0 4.0
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            "train_step: `optimizer` must be an `optax.GradientTransformation`, got "
-            f"{checks.describe(optimizer)}."
-        )
+    checks.transformation("train_step", "optimizer", optimizer)
     inner = optax.with_extra_args_support(optimizer)
     argnums = window_options.get("argnums", 0)
     if argnums != 0:
@@ -139,7 +135,7 @@ def train_step(
             jnp.zeros((), jnp.int32),
             weights.zero(),
             # Some optimizers keep the parameters themselves: donating both would free them twice.
-            jax.tree.map(lambda x: jnp.array(x, copy=True), inner_state),
+            jax.tree.map(own_buffer, inner_state),
         )
 
     def step_fn(
@@ -185,7 +181,7 @@ def train_step(
             is_leaf=lambda x: x is None,
         )
         new_state = StepState(
-            jnp.where(applying, optax.safe_increment(state.optimizer_step), state.optimizer_step),
+            count_if(state.optimizer_step, applying),
             weights.add(state.weight_seen_carry, largest),
             inner_state,
         )

@@ -125,6 +125,15 @@ def arrays(
             )
 
 
+def transformation(function: str, name: str, value: Any) -> None:
+    """Requires an Optax transformation."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise TypeError(
+            f"{function}: `{name}` must be an `optax.GradientTransformation`, got "
+            f"{describe(value)}."
+        )
+
+
 def is_inexact(x: Any) -> bool:
     """Whether `x` is a floating or complex number, which has a gradient."""
     dtype = x.dtype if hasattr(x, "dtype") else np.result_type(x)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxaccum.core import compat
 
@@ -99,3 +100,15 @@ def no_update(like: Any) -> jax.Array:
     """An update that changes no bit: minus zero, since `-0.0 + 0.0` loses the parameter's sign."""
     inexact = jnp.issubdtype(like.dtype, jnp.inexact)
     return compat.filled(like, like.dtype, -0.0 if inexact else 0)
+
+
+def own_buffer(x: Any) -> jax.Array:
+    """A copy without a weak type, which a branch or a scan could not keep."""
+    x = jnp.array(x, copy=True)
+    weak = getattr(x, "weak_type", False)
+    return jax.lax.convert_element_type(x, x.dtype) if weak else x
+
+
+def count_if(number: jax.Array, happened: Any) -> jax.Array:
+    """`number`, one more where `happened` holds; it stays at the largest int32."""
+    return jnp.where(happened, optax.safe_increment(number), number)

@@ -14,7 +14,7 @@ from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import Mean, divide
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
-from jaxaccum.folds.handover import cast, find_homes, hand_over, no_update
+from jaxaccum.folds.handover import cast, count_if, find_homes, hand_over, no_update, own_buffer
 from jaxaccum.folds.open_window import OpenWindow, carries_of, rebuild
 from jaxaccum.folds.stream_state import MultiStepsState
 from jaxaccum.numerics import accumulators, weights
@@ -98,18 +98,8 @@ def multi_steps(
       >>> print(updates)
       -1.3
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            "multi_steps: `inner` must be an `optax.GradientTransformation`, got "
-            f"{checks.describe(inner)}."
-        )
-    if accumulator is None:
-        accumulator = accumulators.plain()
-    if not isinstance(accumulator, accumulators.Accumulator):
-        raise TypeError(
-            "multi_steps: `accumulator` must come from `ja.accumulators`, got "
-            f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
-        )
+    checks.transformation("multi_steps", "inner", inner)
+    accumulator = accumulators.checked("multi_steps", accumulator)
     if every is until_weight:
         raise TypeError(
             "multi_steps: `every` is `until_weight` without its target; call it, "
@@ -148,7 +138,7 @@ def multi_steps(
             grad_carry=devices.with_device_axis(jax.tree.map(carry, params), names),
             mean_args=devices.with_device_axis({name: _no_mean() for name in mean_args}, names),
             # Some optimizers keep the parameters themselves: donating both would free them twice.
-            inner_state=jax.tree.map(_own_buffer, inner.init(params)),
+            inner_state=jax.tree.map(own_buffer, inner.init(params)),
         )
 
     def update_fn(
@@ -204,15 +194,6 @@ def multi_steps(
             named |= {name: mean_grads for name in grad_args if name in named}
             return inner.update(mean_grads, inner_state, params, **named)
 
-        samples = {name: jnp.zeros((), jnp.float32) for name in means}
-
-        def updates_of(grads: Sequence[Any], inner_state: Any, params: Any) -> Any:
-            # The inner optimizer sees what is the same on all devices.
-            grads = jax.lax.psum(grads, axes) if axes else grads
-            return run_inner(grads, samples, inner_state, params)[0]
-
-        types = compat.types_of(updates_of, grads, state.inner_state, params)
-
         if _is_one(every) and weight is None and not (skip_nonfinite or flush or axes):
             # Without accumulation the gradients reach the optimizer untouched.
             values = {name: mean.value for name, mean in means.items()}
@@ -223,6 +204,14 @@ def multi_steps(
                 inner_state=jax.tree.map(cast, inner_state, state.inner_state),
             )
 
+        samples = {name: jnp.zeros((), jnp.float32) for name in means}
+
+        def updates_of(grads: Sequence[Any], inner_state: Any, params: Any) -> Any:
+            # The inner optimizer sees what is the same on all devices.
+            grads = jax.lax.psum(grads, axes) if axes else grads
+            return run_inner(grads, samples, inner_state, params)[0]
+
+        types = compat.types_of(updates_of, grads, state.inner_state, params)
         if _is_one(every) and flush:  # no window is ever open
             nothing = jax.tree.map(no_update, types)
             return nothing, state._replace(updated=jnp.zeros((), jnp.bool_))
@@ -291,9 +280,9 @@ def multi_steps(
         )
         return new_updates, MultiStepsState(
             micro_step=jnp.where(closing, 0, micro_step),
-            optimizer_step=_count(state.optimizer_step, applied),
-            num_skipped=_count(state.num_skipped, ~keep & (not flush)),
-            num_empty=_count(state.num_empty, closing & ~applied),
+            optimizer_step=count_if(state.optimizer_step, applied),
+            num_skipped=count_if(state.num_skipped, ~keep & (not flush)),
+            num_empty=count_if(state.num_empty, closing & ~applied),
             updated=applied,
             weight_carry=weight_carry,
             grad_carry=grad_carry,
@@ -357,10 +346,6 @@ def _check_local(updates: Any, axes: tuple[str, ...]) -> None:
             )
 
 
-def _count(number: jax.Array, happened: Any) -> jax.Array:
-    return jnp.where(happened, optax.safe_increment(number), number)
-
-
 def _window_length(every: Any, optimizer_step: jax.Array) -> Any:
     if not callable(every):
         return every
@@ -406,10 +391,3 @@ def _split_extra_args(
 def _no_mean() -> Mean:
     dtype = jnp.result_type(float)
     return Mean(jnp.zeros((), dtype), jnp.zeros((), dtype))
-
-
-def _own_buffer(x: Any) -> jax.Array:
-    """A copy without a weak type, which a branch or a scan could not keep."""
-    x = jnp.array(x, copy=True)
-    weak = getattr(x, "weak_type", False)
-    return jax.lax.convert_element_type(x, x.dtype) if weak else x

@@ -301,13 +301,7 @@ def _options(
         raise TypeError(
             f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
         )
-    if accumulator is None:
-        accumulator = accumulators.plain()
-    if not isinstance(accumulator, accumulators.Accumulator):
-        raise TypeError(
-            f"{function}: `accumulator` must come from `ja.accumulators`, got "
-            f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
-        )
+    accumulator = accumulators.checked(function, accumulator)
     devices.names_of(function, "axis_name", others.get("axis_name"))
     devices.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
     if others.get("axis_name") is not None and others.get("spmd_axis_name") is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat
+from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import wide
 from jaxaccum.numerics.carries import Accumulator, Compensated, floating, is_carry, read
 from jaxaccum.numerics.narrow import chunked, stochastic
@@ -113,3 +113,26 @@ def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = a + b
     b_part = total - a
     return total, (a - (total - b_part)) + (b - b_part)
+
+
+def checked(function: str, accumulator: Accumulator | None) -> Accumulator:
+    """`accumulator`, the default for `None`.
+
+    Args:
+      function: the public function's name, for messages.
+      accumulator: what the user gave.
+
+    Returns:
+      An accumulator.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    if accumulator is None:
+        return plain()
+    if not isinstance(accumulator, Accumulator):
+        raise TypeError(
+            f"{function}: `accumulator` must come from `ja.accumulators`, got "
+            f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
+        )
+    return accumulator
