@@ -19,6 +19,7 @@ from jaxaccum.core.sums import WindowSums as WindowSums
 from jaxaccum.core.sums import finalize as finalize
 from jaxaccum.core.sums import merge as merge
 from jaxaccum.folds.cut import split as split
+from jaxaccum.folds.microbatch import microbatch as microbatch
 from jaxaccum.folds.stream import multi_steps as multi_steps
 from jaxaccum.folds.stream import until_weight as until_weight
 from jaxaccum.folds.stream_state import MultiStepsState as MultiStepsState

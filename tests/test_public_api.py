@@ -26,6 +26,7 @@ CONTRACT = {
     "accumulate": (["loss_fn"], FOLD),
     "value_and_grad": (["loss_fn"], FOLD),
     "denominators": (["loss_fn"], WINDOW),
+    "microbatch": (["fn"], ["num_microbatches", "microbatch_size", "argnums", "axis_name"]),
     "finalize": (["sums"], []),
     "merge": (["a", "b"], []),
     "multi_steps": (
@@ -69,6 +70,7 @@ RETURNED = {
     "accumulate": ["key", "num_real", "denominators"],
     "value_and_grad": ["key", "num_real", "denominators"],
     "denominators": ["key", "num_real"],
+    "microbatch": ["key", "num_real"],
 }
 
 

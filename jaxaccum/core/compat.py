@@ -45,6 +45,10 @@ class Staged(NamedTuple):
         # A constant output comes back as a typed Python scalar.
         return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]
 
+    def with_consts(self, consts: Sequence[Any]) -> "Staged":
+        """The same program with other values in place of the arrays that it closes over."""
+        return Staged(jex.ClosedJaxpr(open_jaxpr(self.closed), list(consts)), self.out_shape)
+
 
 def stage(fn: Callable[..., Any], *args: Any) -> Staged:
     """Traces `fn` once on the types of `args`; arrays it closes over become constants."""

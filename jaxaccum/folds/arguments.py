@@ -1,6 +1,7 @@
 """The checked arguments of a window: the options of the factory, the keywords of the call."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,27 @@ class Options:
     reduction: str = "defer"
     param_specs: Any = None
     grad_specs: Any = None
+
+
+def passed_key(options: Options, key: Any) -> dict[str, Any]:
+    """The keyword arguments that hand `key` to the loss function, where it takes one.
+
+    Raises:
+      TypeError: there is a key that nothing takes.
+    """
+    if key is None:
+        return {}
+    try:
+        parameters = inspect.signature(options.loss_fn).parameters.values()
+    except (TypeError, ValueError):  # some callables have no signature
+        return {"key": key}
+    takes_key = any(p.name == "key" or p.kind == p.VAR_KEYWORD for p in parameters)
+    if not (takes_key or options.accumulator.needs_key):
+        raise TypeError(
+            f"{options.function}: `key=` was given, but `loss_fn` takes no keyword `key`. Add it, "
+            "`def loss_fn(params, batch, *, key)`, or leave `key=` out."
+        )
+    return {"key": key} if takes_key else {}
 
 
 def num_real(function: str, value: Any, number: int) -> Any:

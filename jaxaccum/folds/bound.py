@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,7 +139,7 @@ class Bound:
                 args[1] = rows
                 for position, value in self._rebuild(inputs[:number]).items():
                     args[position] = value
-                named = {"key": key} if key is not None and self._passes_key() else {}
+                named = arguments.passed_key(self.options, key)
                 return self.options.loss_fn(*args, **named)
 
             loss = stage_loss(
@@ -156,20 +155,6 @@ class Bound:
             i < number or (i < number + cut_leaves and is_inexact(x)) for i, x in enumerate(flat)
         ]
         return self._losses[size], flat, differentiated
-
-    def _passes_key(self) -> bool:
-        """Whether the key is for the loss function too; it may be for the accumulator alone."""
-        try:
-            parameters = inspect.signature(self.options.loss_fn).parameters.values()
-        except (TypeError, ValueError):  # some callables have no signature
-            return True
-        takes_key = any(p.name == "key" or p.kind == p.VAR_KEYWORD for p in parameters)
-        if not (takes_key or self.options.accumulator.needs_key):
-            raise TypeError(
-                f"{self.options.function}: `key=` was given, but `loss_fn` takes no keyword `key`. "
-                "Add it, `def loss_fn(params, batch, *, key)`, or leave `key=` out."
-            )
-        return takes_key
 
     def _rebuild(self, moving: Sequence[Any]) -> dict[int, Any]:
         supply = iter(moving)

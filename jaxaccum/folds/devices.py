@@ -133,13 +133,41 @@ def reduce(
         for i in of(kind):
             out[i] = _widened(lambda x, c=collective: c(x, names), carries[i])
     if of(Latest):
-        rank = jnp.where(holds, lax.axis_index(names), -1)
-        is_last = rank == lax.pmax(rank, names)
+        last = is_last(holds, names)
         for i in of(Latest):
             out[i] = _widened(
-                lambda x: lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), names), carries[i]
+                lambda x: lax.psum(jnp.where(last, x, jnp.zeros_like(x)), names), carries[i]
             )
     return out
+
+
+def is_last(holds: Any, names: tuple[str, ...]) -> jax.Array:
+    """Whether this is the last of the devices where `holds` is true."""
+    if not names:
+        return jnp.asarray(holds)
+    rank = jnp.where(holds, lax.axis_index(names), -1)
+    return rank == lax.pmax(rank, names)
+
+
+def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """All devices' `x`, concatenated along axis 0 in their order; the same on each device."""
+    if not checked(names):
+        return lax.all_gather(x, names, tiled=True)
+    # The type of a gathered array says that it differs per device; that of a sum does not.
+    whole = jnp.zeros((lax.axis_size(names), *x.shape), x.dtype)
+    whole = lax.dynamic_update_index_in_dim(
+        vary(whole, compat.varying_axes(x)), x, lax.axis_index(names), axis=0
+    )
+    whole = _widened(lambda part: lax.psum(part, names), whole)
+    return whole.reshape((-1, *x.shape[1:]))
+
+
+def own_part(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """This device's part of what `gather` made."""
+    if not names:
+        return x
+    size = x.shape[0] // lax.axis_size(names)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size)
 
 
 def agree(flag: jax.Array, names: tuple[str, ...]) -> jax.Array:

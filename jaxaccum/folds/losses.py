@@ -102,14 +102,20 @@ def stage_loss(
                 f"{function}: the weight of `loss{path}` must be a real scalar, got "
                 f"{checks.describe(weight)}. Sum it: `ja.Mean(total, jnp.sum(mask))`."
             )
-    for keys, mark in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_marked):
+    check_rows(function, "aux", aux, rows)
+    return Loss(program, terms, aux_tree)
+
+
+def check_rows(function: str, name: str, outputs: Any, rows: int) -> None:
+    """Requires one entry for each row of what is marked as per example."""
+    for keys, mark in jax.tree_util.tree_leaves_with_path(outputs, is_leaf=is_marked):
         for leaf in jax.tree.leaves(mark) if isinstance(mark, Concat) else ():
             if leaf.shape[:1] != (rows,):
                 raise ValueError(
-                    f"{function}: `aux{jax.tree_util.keystr(keys)}` is marked `ja.Concat`, so its "
-                    f"axis 0 must be the micro-batch's {rows} rows, got {checks.describe(leaf)}."
+                    f"{function}: `{name}{jax.tree_util.keystr(keys)}` is marked `ja.Concat`, so "
+                    f"its axis 0 must be the micro-batch's {rows} rows, got "
+                    f"{checks.describe(leaf)}."
                 )
-    return Loss(program, terms, aux_tree)
 
 
 def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -169,6 +169,7 @@ class _Body(NamedTuple):
         # writes what a scan would have stacked.
         def write(index: Any, state: Any) -> Any:
             carry, buffers = state
+            index = jnp.asarray(index, jnp.int32)
             carry, emitted = step(carry, index)
             buffers = [
                 lax.dynamic_update_index_in_dim(b, y, index, axis=0)

@@ -15,6 +15,7 @@ from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import cut, devices
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.bound import Bound
+from jaxaccum.folds.replay import Replay
 from jaxaccum.folds.shards import Shard, shard_of, shards
 
 
@@ -86,6 +87,43 @@ def sums(
     supplies: dict[Any, Any] = dict(zip(groups, map(iter, results), strict=True))
     supplies[None] = iter(layout["empty"])
     return jax.tree.unflatten(layout["tree"], [next(supplies[kind]) for kind in layout["kinds"]])
+
+
+def combine(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> Any:
+    """The combined outputs of `microbatch`, from each device's own rows of the batch, `args[1]`.
+
+    Raises:
+      ValueError: there is no mesh with these axes, or the rows do not divide by the devices.
+    """
+    function = options.function
+    names = devices.names_of(function, "spmd_axis_name", options.spmd_axis_name)
+    mesh = mesh_of(function, names, args)
+    number = int(np.prod([mesh.shape[name] for name in names]))
+    _check_rows(function, cut.batch_size(function, args[1]), number, names)
+    local = dataclasses.replace(options, axis_name=names, spmd_axis_name=None)
+    whole = {"args": [a for p, a in enumerate(args) if p != 1], "key": key, "real": num_real}
+    # What is not an array cannot enter a `shard_map` and is closed over.
+    leaves, tree = jax.tree.flatten(whole)
+    arrays = [isinstance(x, jax.Array | np.ndarray | float) for x in leaves]
+    given = [jnp.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
+
+    def local_fn(given: list[Any], batch: Any) -> Any:
+        supply = iter(given)
+        mixed = [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
+        named = jax.tree.unflatten(tree, mixed)
+        every = [named["args"][0], batch, *named["args"][1:]]
+        return Replay(local, every, named["key"], named["real"]).combined()
+
+    everywhere, rows = PartitionSpec(), PartitionSpec(names)
+    given = [_place(x, everywhere, mesh, names) for x in given]
+    batch = jax.tree.map(lambda x: _place(x, rows, mesh, names), args[1])
+    return jax.shard_map(
+        local_fn,
+        mesh=mesh,
+        in_specs=(everywhere, rows),
+        out_specs=everywhere,
+        axis_names=set(names),
+    )(given, batch)
 
 
 def _check_rows(function: str, rows: int, number: int, names: tuple[str, ...]) -> None:
