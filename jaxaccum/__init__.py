@@ -30,6 +30,7 @@ from jaxaccum.folds.window import accumulate as accumulate
 from jaxaccum.folds.window import denominators as denominators
 from jaxaccum.folds.window import value_and_grad as value_and_grad
 from jaxaccum.numerics import accumulators as accumulators
+from jaxaccum.numerics import loss_scaling as loss_scaling
 from jaxaccum.training import StepInfo as StepInfo
 from jaxaccum.training import StepState as StepState
 from jaxaccum.training import TrainStep as TrainStep

@@ -63,12 +63,13 @@ FIELDS = {
 }  # fmt: skip
 SUBMODULES = {
     "accumulators": ["plain", "compensated", "stochastic", "chunked"],
+    "loss_scaling": ["static", "dynamic", "unscale"],
     "interop": ["from_optax", "to_optax"],
 }
 # What each function that a factory returns must accept.
 RETURNED = {
-    "accumulate": ["key", "num_real", "denominators"],
-    "value_and_grad": ["key", "num_real", "denominators"],
+    "accumulate": ["key", "num_real", "denominators", "loss_scale"],
+    "value_and_grad": ["key", "num_real", "denominators", "loss_scale"],
     "denominators": ["key", "num_real"],
     "microbatch": ["key", "num_real"],
 }

@@ -21,19 +21,47 @@ def wide(dtype: Any) -> Any:
 
 
 def add(a: Any, b: Any) -> jax.Array:
-    """`a + b` in their common dtype: the one addition of the library."""
+    """`a + b` in their common dtype: the one addition of the library.
+
+    An integer sum that does not fit becomes `lost(dtype)` and stays it.
+    """
     dtype = compat.promote(a, b)
-    return jnp.add(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+    a, b = jnp.asarray(a, dtype), jnp.asarray(b, dtype)
+    total = jnp.add(a, b)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return total
+    signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    wrapped = ((a ^ total) & (b ^ total)) < 0 if signed else total < a
+    return jnp.where(wrapped | (a == lost(dtype)) | (b == lost(dtype)), lost(dtype), total)
+
+
+def lost(dtype: Any) -> np.ndarray:
+    """What an integer count reads as that did not fit: the nan of integers.
+
+    The smallest value of a signed dtype, which no count has; the largest of an unsigned one.
+    """
+    info = jnp.iinfo(dtype)
+    return np.asarray(info.min if info.min < 0 else info.max, dtype)
+
+
+def as_float(weight: Any, dtype: Any) -> jax.Array:
+    """A weight in a floating `dtype`; nan for an integer count that did not fit."""
+    weight = jnp.asarray(weight)
+    number = weight.astype(dtype)
+    if not jnp.issubdtype(weight.dtype, jnp.integer) or weight.dtype.itemsize < 4:
+        return number
+    return jnp.where(weight == lost(weight.dtype), np.asarray(jnp.nan, dtype), number)
 
 
 def divide(total: Any, weight: Any, *, empty: float) -> jax.Array:
     """`total / weight`, and `empty` where the weight is zero: the one division of the library.
 
     The dtype is that of `total`, float32 at least. Both branches are selected, never multiplied,
-    so a nan in `total` cannot outlive a weight of zero, in the value or in the derivative.
+    so a nan in `total` cannot outlive a weight of zero, in the value or in the derivative. A count
+    that did not fit into its integer dtype divides to nan.
     """
     dtype = compat.promote(total, jnp.float32)
-    total, weight = jnp.asarray(total, dtype), jnp.asarray(weight, dtype)
+    total, weight = jnp.asarray(total, dtype), as_float(weight, dtype)
     is_empty = weight == 0
     divisor = jnp.where(is_empty, jnp.ones_like(weight), weight)
     if total.shape and not divisor.shape:
@@ -188,7 +216,20 @@ def mean(values: Any, where: Any = None, *, weights: Any = None) -> Mean:
     factor, values = weights.astype(total_dtype), values.astype(total_dtype)
     unseen = (factor == 0) & ~jnp.isfinite(values)
     values = jnp.where(unseen, jnp.zeros_like(values), values)
-    return Mean(jnp.sum(factor * values), jnp.sum(weights))
+    weight = jnp.sum(weights)
+    if jnp.issubdtype(weight.dtype, jnp.integer):
+        weight = kept_sum(weight, jnp.sum(factor))
+    return Mean(jnp.sum(factor * values), weight)
+
+
+def kept_sum(total: jax.Array, estimate: jax.Array) -> jax.Array:
+    """An integer sum, or `lost` where a rounded `estimate` of it says that it has wrapped.
+
+    What has wrapped is off by a multiple of the whole range, which no rounding is.
+    """
+    range_ = 2.0 ** (8 * total.dtype.itemsize)
+    near = jnp.abs(estimate - total.astype(estimate.dtype)) < range_ / 4
+    return jnp.where(near, total, lost(total.dtype))
 
 
 def _array(name: str, x: Any) -> jax.Array:

@@ -24,7 +24,7 @@ class Options:
     accumulator: accumulators.Accumulator
     argnums: int | Sequence[int] = 0
     has_aux: bool = False
-    skip_nonfinite: bool = False
+    skip_nonfinite: bool | str = False
     grad_reducers: Any = None
     unroll: int | bool = 1
     axis_name: Any = None
@@ -32,6 +32,16 @@ class Options:
     reduction: str = "defer"
     param_specs: Any = None
     grad_specs: Any = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether single micro-batches are left out."""
+        return self.skip_nonfinite in (True, "micro_batch")
+
+    @property
+    def drops(self) -> bool:
+        """Whether the whole window is."""
+        return self.skip_nonfinite == "window"
 
 
 def passed_key(options: Options, key: Any) -> dict[str, Any]:

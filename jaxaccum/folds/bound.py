@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import all_finite, is_inexact
-from jaxaccum.core.mean import add, divide, wide
+from jaxaccum.core.mean import add, as_float, divide, wide
 from jaxaccum.core.reducers import (
     Addition,
     Concat,
@@ -24,11 +24,12 @@ from jaxaccum.core.reducers import (
     reducers_of_sums,
 )
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import arguments, cut, devices, shards
+from jaxaccum.folds import arguments, cut, devices, faults, shards
 from jaxaccum.folds import unreduced_types as unreduced
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.losses import Loss, stage_loss
 from jaxaccum.folds.scan import Outcome, fold
+from jaxaccum.numerics import loss_scaling
 
 
 class Bound:
@@ -38,8 +39,11 @@ class Bound:
     micro-batch's rows, and its key. All other arguments are closed over and pass through whole.
     """
 
-    def __init__(self, options: Options, args: Sequence[Any], key: Any, num_real: Any):
+    def __init__(
+        self, options: Options, args: Sequence[Any], key: Any, num_real: Any, scale: Any = None
+    ):
         name = options.function
+        self.scale = loss_scaling.checked_scale(name, scale)
         self.options, self.args, self.batch = options, args, args[1]
         self.axes = devices.axes(name, options.axis_name)
         # Gradients stay local only of parameters that are typed as different on each device.
@@ -172,7 +176,7 @@ class Bound:
             loss, flat, differentiated = self._loss(index, rows)
             weights = loss.weights_fn(self.options.function, differentiated)(flat)
             weights = devices.vary(weights, self.varied)
-            if not self.options.skip_nonfinite:
+            if not self.options.skips:
                 return Outcome(weights, None if kept is None else kept[index])
             finite = all_finite(weights)
             return Outcome(weights, finite if kept is None else finite & kept[index])
@@ -189,7 +193,7 @@ class Bound:
             local = self._local(denominators)
         elif terms.num_leaves == 1:
             local = self._local(None)
-        elif not self.options.skip_nonfinite:
+        elif not self.options.skips:
             denominators = self.count()
             local = self._local(denominators)
         else:
@@ -225,7 +229,7 @@ class Bound:
 
     def _local(self, denominators: Any, kept: Any = None) -> dict[str, Any]:
         """One fold over this device's micro-batches: the carries, by name."""
-        skip = self.options.skip_nonfinite
+        skip = self.options.skips
         seeds = None
         if denominators is not None:
             totals = self.first_loss().program.closed.out_avals[: len(denominators)]
@@ -247,12 +251,17 @@ class Bound:
                 if seeds is not None:
                     scaled = [s * t.astype(s.dtype) for s, t in zip(seeds, totals, strict=True)]
                     value = functools.reduce(add, scaled)
+                if self.scale is not None:
+                    value = loss_scaling.scaled(value, self.scale)
                 return value, (totals, weights, aux)
 
             start = [x for x, d in zip(flat, differentiated, strict=True) if d]
             grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
             if self.typed:
                 unreduced.check_types(self.options.function, grads, self.typed)
+            if self.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
+                pairs = zip(self._grad_reducers(grads), grads, strict=True)
+                grads = [loss_scaling.unscale(g, self.scale) if r.divides else g for r, g in pairs]
             if self.scattering:
                 number = len(self.moving)
                 grads[:number] = [
@@ -316,10 +325,10 @@ class Bound:
             [r.read(g) for r, g in zip(grad_reducers, out["grads"], strict=True)], grad_reducers
         )
         if denominators is not None:
-            floats = [jnp.asarray(d, compat.promote(d, jnp.float32)) for d in denominators]
+            floats = [as_float(d, compat.promote(d, jnp.float32)) for d in denominators]
             denominators = jax.tree.unflatten(terms, floats)
         special = any(not isinstance(r, Addition) for r in leaf_reducers)
-        return WindowSums(
+        sums = WindowSums(
             grads=grads,
             loss=jax.tree.unflatten(terms, out["loss"]),
             weight=jax.tree.unflatten(terms, out["weight"]),
@@ -330,6 +339,10 @@ class Bound:
             denominators_given=given,
             grad_reducers=tuple(leaf_reducers) if special else None,
         )
+        if not self.options.drops:
+            return sums
+        in_parts = any(self.grad_shards) or 1 in self.positions
+        return faults.drop_if_bad(sums, self.axes, in_parts=in_parts)
 
     def _parts(self, reducers: dict[str, Any]) -> list[shards.Shard | None]:
         """For each carry the part of it that this device keeps; `None` for the whole."""

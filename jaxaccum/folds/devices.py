@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxaccum.core import checks, compat
+from jaxaccum.core.mean import as_float, kept_sum
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Reducer
 from jaxaccum.folds import shards
 
@@ -121,14 +122,20 @@ def reduce(
     nowhere: list[shards.Shard | None] = [None] * len(out)
     scatters, done = scatters or nowhere, done or nowhere
     added = of(Addition)
+    # A count travels with its rounded value, which tells whether the sum of the integers wrapped.
+    counts = [i for i in added if _is_count(carries[i])]
     sums = shards.reduce_sums(
-        [reducers[i].outgoing(carries[i]) for i in added],
-        [scatters[i] for i in added],
-        [done[i] for i in added],
+        [reducers[i].outgoing(carries[i]) for i in added]
+        + [as_float(carries[i], jnp.float32) for i in counts],
+        [scatters[i] for i in added] + [None] * len(counts),
+        [done[i] for i in added] + [None] * len(counts),
         names,
     )
-    for i, total in zip(added, sums, strict=True):
+    estimates = dict(zip(counts, sums[len(added) :], strict=True))
+    for i, total in zip(added, sums[: len(added)], strict=True):
         out[i] = reducers[i].renormalise(total)
+        if i in estimates:
+            out[i] = kept_sum(out[i], estimates[i])
     for kind, collective in ((Maximum, lax.pmax), (Minimum, lax.pmin)):
         for i in of(kind):
             out[i] = _widened(lambda x, c=collective: c(x, names), carries[i])
@@ -168,6 +175,11 @@ def own_part(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         return x
     size = x.shape[0] // lax.axis_size(names)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size)
+
+
+def _is_count(carry: Any) -> bool:
+    scalar = isinstance(carry, jax.Array) and carry.ndim == 0
+    return bool(scalar and jnp.issubdtype(carry.dtype, jnp.integer))
 
 
 def agree(flag: jax.Array, names: tuple[str, ...]) -> jax.Array:

@@ -20,7 +20,12 @@ from jaxaccum.folds.shards import Shard, shard_of, shards
 
 
 def sums(
-    options: Options, args: Sequence[Any], key: Any, num_real: Any, denominators: Any
+    options: Options,
+    args: Sequence[Any],
+    key: Any,
+    num_real: Any,
+    denominators: Any,
+    loss_scale: Any = None,
 ) -> WindowSums:
     """The window's sums, from each device's own rows of the batch, `args[1]`.
 
@@ -51,7 +56,7 @@ def sums(
 
     # What is not an array cannot enter a `shard_map` and is closed over.
     whole: dict[Any, Any] = {p: arg for p, arg in enumerate(args) if p != 1}
-    whole |= {"key": key, "denominators": denominators}
+    whole |= {"key": key, "denominators": denominators, "loss_scale": loss_scale}
     if not per_device:
         whole["num_real"] = num_real
     leaves, tree = jax.tree.flatten(list(whole.values()))
@@ -69,10 +74,10 @@ def sums(
         named: dict[Any, Any] = dict(zip(whole, jax.tree.unflatten(tree, mixed), strict=True))
         batch, real = sharded
         real = jnp.asarray(real)[0] if per_device else named.pop("num_real")
-        key, denominators = named.pop("key"), named.pop("denominators")
+        key, denominators, scale = (named.pop(n) for n in ("key", "denominators", "loss_scale"))
         named[1] = batch
         local_args = [named[p] for p in range(len(args))]
-        result = Bound(local, local_args, key, real).sums(denominators)
+        result = Bound(local, local_args, key, real, scale).sums(denominators)
         flat, layout["tree"] = jax.tree.flatten(result)
         kinds = layout["kinds"] = _kinds(result, rows, grad_specs)
         layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind is None]

@@ -39,6 +39,15 @@ def check(function: str, accumulator: Any, others: dict[str, Any]) -> None:
         )
 
 
+def check_call(function: str, loss_scale: Any) -> None:
+    """Refuses a loss scale, which would multiply unreduced gradients."""
+    if loss_scale is not None:
+        raise ValueError(
+            f'{function}: reduction="unreduced" cannot be combined with `loss_scale`: JAX only '
+            'adds and casts unreduced arrays. Use reduction="defer".'
+        )
+
+
 def sums(
     options: Options, args: Sequence[Any], key: Any, num_real: Any, denominators: Any
 ) -> WindowSums:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut, devices, shards, spmd, unreduced
+from jaxaccum.folds import cut, devices, faults, shards, spmd, unreduced
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.bound import Bound
 from jaxaccum.numerics import accumulators
@@ -28,7 +28,7 @@ def accumulate(
     param_specs: Any = None,
     grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
-    skip_nonfinite: bool = False,
+    skip_nonfinite: bool | Literal["micro_batch", "window"] = False,
     grad_reducers: Any = None,
     unroll: int | bool = 1,
 ) -> Callable[..., WindowSums]:
@@ -73,18 +73,21 @@ def accumulate(
         parameters this is ZeRO: a sharded optimizer update follows.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
-        loss or gradient is not finite; the window is shorter by it. What is stacked or
-        concatenated is kept as it came.
+        loss or gradient is not finite; the window is shorter by it. "window" leaves out the whole
+        window instead, as one without micro-batches. What is stacked or concatenated is kept as
+        it came.
       grad_reducers: for gradient leaves that are not sums (FP8 scaling state): a tree prefix of
         the gradients with `ja.Sum`, `ja.Max`, `ja.Min` or `ja.Last` as leaves.
       unroll: as in `jax.lax.scan`.
 
     Returns:
-      `f(params, batch, *args, key=None, num_real=None, denominators=None)`, which returns
-      `WindowSums`. `key` is a PRNG key, folded with the micro-batch's index, for `loss_fn` and for
-      an accumulator that rounds stochastically. `num_real`, an int
-      that may be traced, runs only the first so many micro-batches without recompilation.
-      `denominators`, a number for each loss term, replaces the terms' own.
+      `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None)`, which
+      returns `WindowSums`. `key` is a PRNG key, folded with the micro-batch's index, for `loss_fn`
+      and for an accumulator that rounds stochastically. `num_real`, an int that may be traced,
+      runs only the first so many micro-batches without recompilation.
+      `denominators`, a number for each loss term, replaces the terms' own. `loss_scale`, a scalar
+      that may be traced, multiplies the loss for the backward pass only: gradients come back
+      unscaled, each divided by it in float32 before it is added (see `ja.loss_scaling`).
 
     Raises:
       TypeError: an option has the wrong type, or `loss_fn` returns something else than means.
@@ -122,8 +125,10 @@ def accumulate(
         key: Any = None,
         num_real: Any = None,
         denominators: Any = None,
+        loss_scale: Any = None,
     ) -> WindowSums:
-        return _sums(options, (params, batch, *args), key, num_real, denominators)
+        named = {"denominators": denominators, "loss_scale": loss_scale}
+        return _sums(options, (params, batch, *args), key, num_real, **named)
 
     return accumulate_fn
 
@@ -141,7 +146,7 @@ def value_and_grad(
     param_specs: Any = None,
     grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
-    skip_nonfinite: bool = False,
+    skip_nonfinite: bool | Literal["micro_batch", "window"] = False,
     grad_reducers: Any = None,
     unroll: int | bool = 1,
 ) -> Callable[..., Any]:
@@ -164,14 +169,14 @@ def value_and_grad(
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
       accumulator: how the gradient sums are carried.
-      skip_nonfinite: whether to leave out micro-batches that are not finite.
+      skip_nonfinite: whether to leave out micro-batches, or windows, that are not finite.
       grad_reducers: reducers of gradient leaves that are not sums.
       unroll: as in `jax.lax.scan`.
 
     Returns:
-      `f(params, batch, *args, key=None, num_real=None, denominators=None)`, which returns
-      `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Where the weight of the window is
-      zero the gradients are exactly zero and the loss is nan.
+      `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None)`, which
+      returns `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Where the weight of the
+      window is zero the gradients are exactly zero and the loss is nan.
 
     Raises:
       TypeError: as `accumulate`.
@@ -209,9 +214,11 @@ def value_and_grad(
         key: Any = None,
         num_real: Any = None,
         denominators: Any = None,
+        loss_scale: Any = None,
     ) -> Any:
         every = (params, batch, *args)
-        window = finalize(_sums(options, every, key, num_real, denominators))
+        named = {"denominators": denominators, "loss_scale": loss_scale}
+        window = finalize(_sums(options, every, key, num_real, **named))
         positions = checks.argnums("value_and_grad", argnums, len(every))
         wanted = tuple(every[p] for p in positions)
         wanted = wanted if isinstance(argnums, Sequence) else wanted[0]
@@ -279,13 +286,20 @@ def denominators(
 
 
 def _sums(
-    options: Options, args: tuple[Any, ...], key: Any, num_real: Any, denominators: Any
+    options: Options,
+    args: tuple[Any, ...],
+    key: Any,
+    num_real: Any,
+    *,
+    denominators: Any,
+    loss_scale: Any,
 ) -> WindowSums:
     if options.reduction == "unreduced":
+        unreduced.check_call(options.function, loss_scale)
         return unreduced.sums(options, args, key, num_real, denominators)
     if options.spmd_axis_name is not None:
-        return spmd.sums(options, args, key, num_real, denominators)
-    return Bound(options, args, key, num_real).sums(denominators)
+        return spmd.sums(options, args, key, num_real, denominators, loss_scale)
+    return Bound(options, args, key, num_real, loss_scale).sums(denominators)
 
 
 def _options(
@@ -302,6 +316,8 @@ def _options(
             f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
         )
     accumulator = accumulators.checked(function, accumulator)
+    if "skip_nonfinite" in others:
+        others["skip_nonfinite"] = faults.policy(function, others["skip_nonfinite"]) or False
     devices.names_of(function, "axis_name", others.get("axis_name"))
     devices.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
     if others.get("axis_name") is not None and others.get("spmd_axis_name") is not None:

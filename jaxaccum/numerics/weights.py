@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks
+from jaxaccum.core.mean import as_float
 from jaxaccum.numerics.accumulators import Compensated, compensated
 
 _PAIR = compensated()
@@ -24,7 +25,7 @@ def pair(function: str, name: str, weight: Any, dtype: Any = None) -> Compensate
     Args:
       function: the public function's name, for messages.
       name: the argument's name.
-      weight: a real scalar.
+      weight: a real scalar. An integer array that says that a count did not fit becomes nan.
       dtype: the dtype of the pair; that of `zero` by default.
 
     Raises:
@@ -48,7 +49,9 @@ def pair(function: str, name: str, weight: Any, dtype: Any = None) -> Compensate
     if jnp.issubdtype(weight.dtype, jnp.integer):
         # Both halves have few enough bits to convert exactly.
         low = weight & 0xFFFF
-        return add(_PAIR.start((weight - low).astype(dtype)), _PAIR.start(low.astype(dtype)))
+        fits = ~jnp.isnan(as_float(weight, dtype))
+        high_half = jnp.where(fits, (weight - low).astype(dtype), np.asarray(jnp.nan, dtype))
+        return add(_PAIR.start(high_half), _PAIR.start(low.astype(dtype)))
     rounded = weight.astype(dtype)
     return Compensated(rounded, jnp.zeros_like(rounded))
 
