@@ -11,6 +11,7 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import finalize
 from jaxaccum.folds.handover import count_if, find_homes, hand_over, own_buffer
+from jaxaccum.folds.inner import in_one_precision
 from jaxaccum.folds.stream_state import find_states
 from jaxaccum.folds.window import accumulate
 from jaxaccum.numerics import accumulators, weights
@@ -116,7 +117,7 @@ def train_step(
       3.0 6.0 4.0
     """
     checks.transformation("train_step", "optimizer", optimizer)
-    inner = optax.with_extra_args_support(optimizer)
+    inner = in_one_precision(optimizer)
     argnums = window_options.get("argnums", 0)
     if argnums != 0:
         raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
@@ -154,16 +155,27 @@ def train_step(
             largest = jax.tree.map(lambda a, b, c=bigger: jnp.where(c, a, b), other, largest)
         applying = ~jnp.stack([weights.is_zero(w) for w in counted]).all()
 
+        offering = True
+
         def inner_fn(sums: Any, inner_state: Any, operands: Any) -> Any:
             loss, params = operands
             tree = jax.tree.unflatten(jax.tree.structure(grads), sums)
-            return *inner.update(tree, inner_state, params, value=loss, grad=tree), True
+            offered = {"value": loss, "grad": tree} if offering else {}
+            return *inner.update(tree, inner_state, params, **offered), True
+
+        def types_of_updates() -> Any:
+            # They are those that the updates have for gradients in the parameters' own types.
+            given = jax.tree.leaves(trainable), state.inner_state, operands
+            return compat.types_of(lambda *xs: inner_fn(*xs)[0], *given)
 
         operands = (window.loss, trainable)
-        # The updates have the types that they have for gradients in the parameters' own types.
-        types = compat.types_of(
-            lambda *xs: inner_fn(*xs)[0], jax.tree.leaves(trainable), state.inner_state, operands
-        )
+        try:
+            types = types_of_updates()
+        except TypeError as error:
+            if "unexpected keyword" not in str(error):
+                raise
+            offering = False  # some take no extra arguments and pass none over, SAM is one
+            types = types_of_updates()
         sums = jax.tree.leaves(grads)
         updates, _, inner_state, _ = hand_over(
             applying,

@@ -15,6 +15,7 @@ from jaxaccum.core.mean import Mean, divide
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
 from jaxaccum.folds.handover import cast, count_if, find_homes, hand_over, no_update, own_buffer
+from jaxaccum.folds.inner import differentiated, in_one_precision
 from jaxaccum.folds.open_window import OpenWindow, carries_of, rebuild
 from jaxaccum.folds.stream_state import MultiStepsState
 from jaxaccum.numerics import accumulators, weights
@@ -117,7 +118,7 @@ def multi_steps(
                 f"multi_steps: `{name}` must be a tuple of argument names, got {value!r}. For one "
                 f'name pass `{name}=("value",)`.'
             )
-    inner = optax.with_extra_args_support(inner)
+    inner = in_one_precision(inner)
     names = devices.names_of("multi_steps", "axis_name", axis_name)
 
     def init_fn(params: Any) -> MultiStepsState:
@@ -135,7 +136,7 @@ def multi_steps(
             num_empty=jnp.zeros((), jnp.int32),
             updated=jnp.zeros((), jnp.bool_),
             weight_carry=devices.with_device_axis(weights.zero(), names),
-            grad_carry=devices.with_device_axis(jax.tree.map(carry, params), names),
+            grad_carry=devices.with_device_axis(jax.tree.map(carry, differentiated(params)), names),
             mean_args=devices.with_device_axis({name: _no_mean() for name in mean_args}, names),
             # Some optimizers keep the parameters themselves: donating both would free them twice.
             inner_state=jax.tree.map(own_buffer, inner.init(params)),
@@ -169,7 +170,7 @@ def multi_steps(
                 "the shapes of the updates."
             )
         if flush:  # there is no gradient, but the updates need its types
-            like = accumulators.read(grad_carry) if params is None else params
+            like = accumulators.read(grad_carry) if params is None else differentiated(params)
             updates = jax.tree.map(jnp.zeros_like, like)
         else:
             _check_local(updates, axes)
