@@ -1,5 +1,6 @@
 """Exact gradient accumulation for JAX and Optax."""
 
+from jaxaccum import diagnostics as diagnostics
 from jaxaccum import interop as interop
 from jaxaccum.auditing import audit as audit
 from jaxaccum.batches import PackedBatch as PackedBatch
@@ -18,6 +19,8 @@ from jaxaccum.core.sums import Window as Window
 from jaxaccum.core.sums import WindowSums as WindowSums
 from jaxaccum.core.sums import finalize as finalize
 from jaxaccum.core.sums import merge as merge
+from jaxaccum.diagnostics.noise import NoiseScale as NoiseScale
+from jaxaccum.diagnostics.noise import noise_scale as noise_scale
 from jaxaccum.folds.cut import split as split
 from jaxaccum.folds.microbatch import microbatch as microbatch
 from jaxaccum.folds.stream import multi_steps as multi_steps

@@ -10,6 +10,7 @@ import optax
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import finalize
+from jaxaccum.diagnostics.noise import NoiseScale, noise_scale
 from jaxaccum.folds.handover import count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.inner import in_one_precision
 from jaxaccum.folds.stream_state import find_states
@@ -44,6 +45,7 @@ class StepInfo(NamedTuple):
       optimizer_step: the optimizer steps so far, this one included.
       weight_seen_carry: see `tokens_seen`.
       aux: the combined auxiliary outputs; `None` without `has_aux`.
+      noise_scale: the window's `NoiseScale`; `None` without `noise_scale=True`.
     """
 
     loss: jax.Array
@@ -55,6 +57,7 @@ class StepInfo(NamedTuple):
     optimizer_step: jax.Array
     weight_seen_carry: accumulators.Compensated
     aux: Any = None
+    noise_scale: NoiseScale | None = None
 
     @property
     def tokens_seen(self) -> Any:
@@ -142,7 +145,9 @@ def train_step(
     def step_fn(
         params: Any, state: StepState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
     ) -> tuple[Any, StepState, StepInfo]:
-        window = finalize(accumulate_fn(params, batch, *args, key=key, num_real=num_real))
+        window_sums = accumulate_fn(params, batch, *args, key=key, num_real=num_real)
+        noise = None if window_sums.noise is None else noise_scale(window_sums)
+        window = finalize(window_sums)
         trainable = _trainable(params)
         grads = jax.tree.map(lambda g, p: g if is_inexact(p) else None, window.grads, params)
         counted = [
@@ -207,6 +212,7 @@ def train_step(
             optimizer_step=new_state.optimizer_step,
             weight_seen_carry=jax.tree.map(jnp.copy, new_state.weight_seen_carry),
             aux=window.aux if has_aux else None,
+            noise_scale=noise,
         )
         return new_params, new_state, info
 

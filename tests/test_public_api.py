@@ -28,6 +28,7 @@ CONTRACT = {
     "denominators": (["loss_fn"], WINDOW),
     "microbatch": (["fn"], ["num_microbatches", "microbatch_size", "argnums", "axis_name"]),
     "finalize": (["sums"], []),
+    "noise_scale": (["sums"], []),
     "merge": (["a", "b"], []),
     "multi_steps": (
         ["inner", "every"],
@@ -65,6 +66,7 @@ SUBMODULES = {
     "accumulators": ["plain", "compensated", "stochastic", "chunked"],
     "loss_scaling": ["static", "dynamic", "unscale"],
     "interop": ["from_optax", "to_optax"],
+    "diagnostics": ["smooth_noise", "batch_advice"],
 }
 # What each function that a factory returns must accept.
 RETURNED = {

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxaccum.core import checks
 from jaxaccum.core.mean import Mean, add, divide
+from jaxaccum.core.noise import NoiseSums
 from jaxaccum.core.reducers import Addition, merge_trees, reducers_of, values_of
 
 
@@ -32,6 +33,7 @@ class WindowSums:
       denominators_given: static; whether the caller passed them. Sums whose denominators were
         found from their own batch do not merge.
       grad_reducers: static; the reducer of each gradient leaf, or `None` where all are sums.
+      noise: what `noise_scale` needs of the micro-batches; `None` without `noise_scale=True`.
     """
 
     grads: Any
@@ -45,6 +47,7 @@ class WindowSums:
     grad_reducers: tuple[Any, ...] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
+    noise: NoiseSums | None = None
 
 
 class Window(NamedTuple):
@@ -130,6 +133,7 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
         num_microbatches=add(a.num_microbatches, b.num_microbatches),
         num_skipped=add(a.num_skipped, b.num_skipped),
         denominators=denominators,
+        noise=jax.tree.map(add, a.noise, b.noise),
     )
 
 

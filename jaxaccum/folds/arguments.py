@@ -32,6 +32,7 @@ class Options:
     reduction: str = "defer"
     param_specs: Any = None
     grad_specs: Any = None
+    noise_scale: bool = False
 
     @property
     def skips(self) -> bool:
@@ -99,3 +100,22 @@ def denominators(function: str, given: Any, terms: Any) -> list[Any]:
                 f"{function}: `denominators` must be scalars, got {checks.describe(leaf)}."
             )
     return [jnp.asarray(d) for d in leaves]
+
+
+def check_noise_scale(function: str, terms: Any, denominators: Any) -> None:
+    """Requires undivided gradients with one weight, which the noise scale is a statement about.
+
+    Raises:
+      ValueError: the loss has several terms, or its denominators were given.
+    """
+    if terms.num_leaves != 1:
+        raise ValueError(
+            f"{function}: `noise_scale=True` needs a loss of one term, got {terms.num_leaves}: the "
+            "micro-batches of several terms have no common weight. Measure it with the main term "
+            "alone, in a call of its own."
+        )
+    if denominators is not None:
+        raise ValueError(
+            f"{function}: `noise_scale=True` needs undivided gradients, but `denominators=` "
+            "divides them in the fold. Leave it out: sums of one term merge without it."
+        )

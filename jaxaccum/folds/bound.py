@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, noise
 from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import add, as_float, divide, wide
 from jaxaccum.core.reducers import (
@@ -187,6 +187,8 @@ class Bound:
     def sums(self, given: Any = None) -> WindowSums:
         """The window's sums, over the denominators `given` or else over its own."""
         terms = self.first_loss().terms
+        if self.options.noise_scale:
+            arguments.check_noise_scale(self.options.function, terms, given)
         denominators = None
         if given is not None:
             denominators = arguments.denominators(self.options.function, given, terms)
@@ -262,6 +264,7 @@ class Bound:
             if self.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
                 pairs = zip(self._grad_reducers(grads), grads, strict=True)
                 grads = [loss_scaling.unscale(g, self.scale) if r.divides else g for r, g in pairs]
+            spread = self._spread(grads, weights) if self.options.noise_scale else None
             if self.scattering:
                 number = len(self.moving)
                 grads[:number] = [
@@ -269,7 +272,7 @@ class Bound:
                     for g, s in zip(grads[:number], self.grad_shards, strict=True)
                 ]
             values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
-            values["num"] = jnp.int32(1)
+            values |= {"num": jnp.int32(1), "noise": spread}
             if not skip:
                 return Outcome(devices.vary(values, self.varied), key=self._rounding_key(index))
             finite = all_finite([*grads, *totals, *weights])
@@ -286,6 +289,11 @@ class Bound:
             return Outcome(values, keep, self._rounding_key(index))
 
         return self._fold(micro_fn, self._reducers)
+
+    def _spread(self, grads: list[Any], weights: list[Any]) -> noise.NoiseSums:
+        """What this micro-batch adds to the window's noise statistics."""
+        summed = zip(grads, self._grad_reducers(grads), strict=True)
+        return noise.group([g for g, r in summed if isinstance(r, Addition)], weights[0])
 
     def _rounding_key(self, index: Any) -> Any:
         """The accumulator's key for one micro-step, apart from the loss function's."""
@@ -338,6 +346,7 @@ class Bound:
             denominators=denominators,
             denominators_given=given,
             grad_reducers=tuple(leaf_reducers) if special else None,
+            noise=out["noise"],
         )
         if not self.options.drops:
             return sums

@@ -88,6 +88,7 @@ def drop_if_bad(sums: WindowSums, axes: tuple[str, ...], *, in_parts: bool) -> W
         aux=jax.tree.map(carried, reducers_of(sums.aux), sums.aux),
         num_microbatches=kept(sums.num_microbatches),
         num_skipped=jnp.where(good, sums.num_skipped, add(sums.num_skipped, sums.num_microbatches)),
+        noise=jax.tree.map(kept, sums.noise),
         denominators=denominators,
     )
 

@@ -20,6 +20,7 @@ def check(function: str, accumulator: Any, others: dict[str, Any]) -> None:
     refused = {
         "accumulator": accumulator != accumulators.plain(),
         "skip_nonfinite": others.get("skip_nonfinite"),
+        "noise_scale": others.get("noise_scale"),
         "grad_reducers": others.get("grad_reducers") is not None,
         "param_specs": others.get("param_specs") is not None,
         "grad_specs": others.get("grad_specs") is not None,

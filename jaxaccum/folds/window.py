@@ -31,6 +31,7 @@ def accumulate(
     skip_nonfinite: bool | Literal["micro_batch", "window"] = False,
     grad_reducers: Any = None,
     unroll: int | bool = 1,
+    noise_scale: bool = False,
 ) -> Callable[..., WindowSums]:
     """Sums gradients, losses and weights over the micro-batches of a batch, undivided.
 
@@ -79,6 +80,8 @@ def accumulate(
       grad_reducers: for gradient leaves that are not sums (FP8 scaling state): a tree prefix of
         the gradients with `ja.Sum`, `ja.Max`, `ja.Min` or `ja.Last` as leaves.
       unroll: as in `jax.lax.scan`.
+      noise_scale: whether the sums also hold what `ja.noise_scale` needs: one scalar and one count
+        more, from the gradients that are there anyway. For losses of one term.
 
     Returns:
       `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None)`, which
@@ -116,6 +119,7 @@ def accumulate(
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
         unroll=unroll,
+        noise_scale=noise_scale,
     )
 
     def accumulate_fn(
@@ -328,6 +332,13 @@ def _options(
     reduction = shards.check_reduction(function, others.get("reduction", "defer"))
     if reduction == "unreduced":
         unreduced.check(function, accumulator, others)
+    parts = others.get("param_specs"), others.get("grad_specs")
+    if others.get("noise_scale") and others.get("axis_name") and parts != (None, None):
+        raise ValueError(
+            f"{function}: `noise_scale=True` needs whole gradient sums, but `axis_name` with "
+            "`param_specs` or `grad_specs` leaves each device a part. Use `spmd_axis_name` under "
+            "plain `jit`, whose sums are global arrays."
+        )
     number, size = cut.check_cut(function, num_microbatches, microbatch_size)
     return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
 

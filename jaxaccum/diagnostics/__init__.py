@@ -1,0 +1,21 @@
+"""Reading a window: how noisy its gradient is, and whether it equals the full batch's."""
+
+from jaxaccum.diagnostics.noise import (
+    BatchAdvice,
+    NoiseScale,
+    NoiseTracker,
+    batch_advice,
+    noise_scale,
+    noise_tracker,
+    smooth_noise,
+)
+
+__all__ = [
+    "BatchAdvice",
+    "NoiseScale",
+    "NoiseTracker",
+    "batch_advice",
+    "noise_scale",
+    "noise_tracker",
+    "smooth_noise",
+]
