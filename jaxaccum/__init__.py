@@ -34,6 +34,9 @@ from jaxaccum.folds.window import denominators as denominators
 from jaxaccum.folds.window import value_and_grad as value_and_grad
 from jaxaccum.numerics import accumulators as accumulators
 from jaxaccum.numerics import loss_scaling as loss_scaling
+from jaxaccum.planning import WindowPlan as WindowPlan
+from jaxaccum.planning import fit_microbatch as fit_microbatch
+from jaxaccum.planning import plan_window as plan_window
 from jaxaccum.training import StepInfo as StepInfo
 from jaxaccum.training import StepState as StepState
 from jaxaccum.training import TrainStep as TrainStep

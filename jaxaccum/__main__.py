@@ -1,16 +1,19 @@
-"""The command line: `python -m jaxaccum audit module:function`."""
+"""The command line: `python -m jaxaccum` with `plan`, `memory` or `audit`."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
 
 from jaxaccum.auditing import Audit, audit
 from jaxaccum.core import checks
+from jaxaccum.planning import MemoryFit, fit_microbatch, plan_window
+from jaxaccum.planning.units import parse_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,14 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments after the program's name; `None` for those of the process.
 
     Returns:
-      The exit status: 0, 1 where a check failed, 2 for arguments that make no sense.
+      The exit status: 0, 1 where a check failed or nothing fits, 2 for arguments that make no
+      sense.
     """
-    parser = argparse.ArgumentParser(prog="python -m jaxaccum", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = _Parser(prog="python -m jaxaccum", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for add in _COMMANDS:
         add(commands)
-    options = parser.parse_args(argv)
     try:
+        options = parser.parse_args(argv)
         return options.run(options)
     except _UsageError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -36,6 +40,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _UsageError(Exception):
     """What the user wrote cannot be run; the message says why."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message}. See `{self.prog} --help`.")
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="the number of micro-batches for a window")
+    for name, meaning in _PLAN.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=_plan)
+
+
+_PLAN = {
+    "tokens_per_step": "tokens of an optimizer step over all devices",
+    "sequences_per_step": "the same in sequences",
+    "examples_per_step": "the same in examples",
+    "sequence_length": "tokens of a sequence",
+    "sequences_per_microbatch": "sequences that one device holds at a time",
+    "examples_per_microbatch": "the same in examples",
+    "data_parallel": "devices that share the window (1)",
+}
+
+
+def _add_memory(commands: Any) -> None:
+    parser = commands.add_parser(
+        "memory", help="find the largest micro-batch that fits, by compiling alone"
+    )
+    parser.add_argument(
+        "target",
+        metavar="module:function",
+        help="a function of the number of micro-batches that returns (fn, args)",
+    )
+    parser.add_argument(
+        "--examples-per-step", type=int, metavar="N", required=True,
+        help="examples of an optimizer step over all devices",
+    )  # fmt: skip
+    parser.add_argument("--limit", metavar="SIZE", help="what a device may hold, such as 16GiB")
+    parser.add_argument(
+        "--data-parallel", type=int, default=1, metavar="N", help="devices that share the window"
+    )
+    parser.add_argument("--stream", action="store_true", help="fn is a call with one micro-batch")
+    parser.add_argument("--uneven", action="store_true", help="try sizes that do not divide")
+    parser.add_argument("--curve", action="store_true", help="compile every candidate")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="compile for N virtual CPU devices"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=_memory)
 
 
 def _add_audit(commands: Any) -> None:
@@ -60,13 +117,57 @@ def _add_audit(commands: Any) -> None:
     parser.set_defaults(run=_audit)
 
 
-_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_audit,)
+_COMMANDS: tuple[Callable[[Any], None], ...] = (_add_plan, _add_memory, _add_audit)
 
 
-def _audit(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> int:
+    given = {name: getattr(options, name) for name in _PLAN}
+    with _one_line("plan_window"):
+        plan = plan_window(**{name: value for name, value in given.items() if value is not None})
+    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan)
+    return 0
+
+
+def _memory(options: argparse.Namespace) -> int:
+    try:
+        limit = parse_bytes(options.limit) if options.limit is not None else None
+    except ValueError as error:
+        raise _UsageError(f"--limit: {error}") from error
+    _use_devices(options)
+    make_step = _load(options.target)
+    with _one_line("fit_microbatch"):
+        fit: MemoryFit = fit_microbatch(
+            make_step,
+            examples_per_step=options.examples_per_step,
+            limit_bytes=limit,
+            data_parallel=options.data_parallel,
+            stream=options.stream,
+            uneven=options.uneven,
+            curve=options.curve,
+        )
+    print(json.dumps(fit.as_dict(), indent=2) if options.json else fit)
+    return 0 if fit.best is not None else 1
+
+
+@contextlib.contextmanager
+def _one_line(function: str) -> Iterator[None]:
+    """Turns a refusal of the library's own into one line; what user code raises stays whole."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith(f"{function}: "):
+            raise
+        raise _UsageError(str(error)) from error
+
+
+def _use_devices(options: argparse.Namespace) -> None:
     if options.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    _use_devices(options)
     fn, args, kwargs = _step(_load(options.target), options.target)
     axes = tuple(options.axis_name.split(",")) if options.axis_name else None
     report: Audit = audit(fn, *args, axis_name=axes, **kwargs)
