@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
 # Primitives that only wrap another program, and the parameter that holds it. Looking through
@@ -50,9 +51,27 @@ class Staged(NamedTuple):
         return Staged(jex.ClosedJaxpr(open_jaxpr(self.closed), list(consts)), self.out_shape)
 
 
-def stage(fn: Callable[..., Any], *args: Any) -> Staged:
-    """Traces `fn` once on the types of `args`; arrays it closes over become constants."""
-    return Staged(*jax.make_jaxpr(fn, return_shape=True)(*args))
+def stage(fn: Callable[..., Any], *args: Any, axis_env: Sequence[tuple[str, int]] = ()) -> Staged:
+    """Traces `fn` once on the types of `args`; arrays it closes over become constants.
+
+    Args:
+      fn: the function.
+      *args: arrays or their types.
+      axis_env: names and sizes of axes that `fn` may use in collectives.
+    """
+    return Staged(*jax.make_jaxpr(fn, return_shape=True, axis_env=list(axis_env) or None)(*args))
+
+
+def with_axis(axis_env: Sequence[tuple[str, int]], fn: Callable[[], Any]) -> Any:
+    """`fn()`, which returns no arrays, while the axes are bound."""
+    out: list[Any] = []
+
+    def run() -> tuple[()]:
+        out.append(fn())
+        return ()
+
+    stage(run, axis_env=axis_env)
+    return out[0]
 
 
 def types_of(fn: Callable[..., Any], *args: Any) -> Any:
@@ -137,6 +156,25 @@ def depends(staged: Staged, differentiated: Sequence[bool]) -> list[bool]:
     return answers
 
 
+def strip(closed: Any, keep: Sequence[bool], *, effects: bool) -> Any:
+    """The open jaxpr of the flagged outputs of `closed`, with all of its inputs.
+
+    Args:
+      closed: a closed jaxpr.
+      keep: a flag for each output.
+      effects: whether callbacks that nobody waits for (`jax.debug.print`) stay.
+    """
+    jaxpr = open_jaxpr(closed)
+    if effects:
+        return partial_eval.dce_jaxpr(jaxpr, list(keep), instantiate=True)[0]
+    used = _dce(jaxpr, keep)
+    supply = iter(used[0].invars)
+    unused = [v if not u else next(supply) for v, u in zip(jaxpr.invars, used[1], strict=True)]
+    return used[0].replace(
+        invars=unused, debug_info=used[0].debug_info._replace(arg_names=None, result_paths=None)
+    )
+
+
 def open_jaxpr(closed: Any) -> Any:
     """The jaxpr of a closed jaxpr, without its constants."""
     return getattr(closed, "jaxpr", closed)
@@ -151,6 +189,30 @@ def wrapped(eqn: Any) -> Any:
     """The program that `eqn` only wraps (`jit`, a custom derivative, …), or `None`."""
     inner = eqn.params.get(_WRAPPERS.get(eqn.primitive.name, ""))
     return None if inner is None else open_jaxpr(inner)
+
+
+def programs_in(eqn: Any) -> list[Any]:
+    """The open jaxprs among the parameters of an equation."""
+    found = []
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
+                found.append(open_jaxpr(x))
+    return found
+
+
+def where(eqn: Any) -> str:
+    """The line of the user's program that made an equation."""
+    return str(source_info_util.summarize(eqn.source_info))
+
+
+def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Evaluates one equation on `values`."""
+    bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -177,11 +239,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
                 )
                 if not flat.closed.consts:
                     params = {**params, "jaxpr": flat.closed}
-            bind = eqn.primitive.get_bind_params(params)
-            subfuns, params = bind if isinstance(bind, tuple) else ((), bind)
-            with eqn.ctx.manager:
-                out = eqn.primitive.bind(*subfuns, *values, **params)
-            outs = out if eqn.primitive.multiple_results else [out]
+            outs = bind(eqn, values, params)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

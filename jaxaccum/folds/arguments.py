@@ -33,6 +33,8 @@ class Options:
     param_specs: Any = None
     grad_specs: Any = None
     noise_scale: bool = False
+    window_axis_name: str | None = None
+    window_axis_storage: str = "store"
 
     @property
     def skips(self) -> bool:

@@ -24,7 +24,7 @@ from jaxaccum.core.reducers import (
     reducers_of_sums,
 )
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import arguments, cut, devices, faults, shards
+from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
 from jaxaccum.folds import unreduced_types as unreduced
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.losses import Loss, stage_loss
@@ -68,6 +68,8 @@ class Bound:
         )
         self.num_microbatches = sum(segment.num for segment in self.segments)
         self.num_real = arguments.num_real(name, num_real, self.num_microbatches)
+        if options.window_axis_name is not None:
+            window_axis.check_call(self)
         self.positions = checks.argnums(name, options.argnums, len(args))
         differentiated = {p: args[p] for p in self.positions if p != 1}
         checks.arrays(name, differentiated, name="argument")
@@ -122,9 +124,9 @@ class Bound:
     def first_loss(self) -> Loss:
         """The staged loss on the first micro-batch's shape."""
         grid = self.segments[0].grid(self.batch)
-        return self._loss(jnp.int32(0), cut.micro_batch(grid, 0))[0]
+        return self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))[0]
 
-    def _loss(self, index: Any, rows: Any) -> tuple[Loss, list[Any], list[bool]]:
+    def loss_at(self, index: Any, rows: Any) -> tuple[Loss, list[Any], list[bool]]:
         """The staged loss, its flat inputs, and which of these are differentiated.
 
         The user's function is traced here, once for each micro-batch shape.
@@ -147,7 +149,12 @@ class Bound:
                 return self.options.loss_fn(*args, **named)
 
             loss = stage_loss(
-                self.options.function, call_fn, flat, size, has_aux=self.options.has_aux
+                self.options.function,
+                call_fn,
+                flat,
+                size,
+                has_aux=self.options.has_aux,
+                axis_env=window_axis.axis_env(self.options, self.num_microbatches),
             )
             if self.axes:
                 devices.check_undivided(
@@ -173,7 +180,7 @@ class Bound:
         """
 
         def count_fn(index: Any, rows: Any) -> Outcome:
-            loss, flat, differentiated = self._loss(index, rows)
+            loss, flat, differentiated = self.loss_at(index, rows)
             weights = loss.weights_fn(self.options.function, differentiated)(flat)
             weights = devices.vary(weights, self.varied)
             if not self.options.skips:
@@ -181,7 +188,10 @@ class Bound:
             finite = all_finite(weights)
             return Outcome(weights, finite if kept is None else finite & kept[index])
 
-        weights = self._fold(count_fn, reducers_of_sums)
+        if self.options.window_axis_name is None:
+            weights = self.fold(count_fn, reducers_of_sums)
+        else:
+            weights = window_axis.count(self)
         return devices.reduce(reducers_of_sums(weights), weights, self.axes, True)
 
     def sums(self, given: Any = None) -> WindowSums:
@@ -239,9 +249,11 @@ class Bound:
                 divide(jnp.ones((), t.dtype), d, empty=0.0)
                 for t, d in zip(totals, denominators, strict=True)
             ]
+        if self.options.window_axis_name is not None:
+            return window_axis.sums(self, seeds)
 
         def micro_fn(index: Any, rows: Any) -> Outcome:
-            loss, flat, differentiated = self._loss(index, rows)
+            loss, flat, differentiated = self.loss_at(index, rows)
             loss.weights_fn(self.options.function, differentiated)  # refuses what cannot be summed
 
             def objective(moving: list[Any]) -> Any:
@@ -262,7 +274,7 @@ class Bound:
             if self.typed:
                 unreduced.check_types(self.options.function, grads, self.typed)
             if self.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
-                pairs = zip(self._grad_reducers(grads), grads, strict=True)
+                pairs = zip(self.grad_reducers(grads), grads, strict=True)
                 grads = [loss_scaling.unscale(g, self.scale) if r.divides else g for r, g in pairs]
             spread = self._spread(grads, weights) if self.options.noise_scale else None
             if self.scattering:
@@ -274,7 +286,7 @@ class Bound:
             values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
             values |= {"num": jnp.int32(1), "noise": spread}
             if not skip:
-                return Outcome(devices.vary(values, self.varied), key=self._rounding_key(index))
+                return Outcome(devices.vary(values, self.varied), key=self.rounding_key(index))
             finite = all_finite([*grads, *totals, *weights])
             if self.scattering:  # a part holds every device's gradient, so all must agree
                 finite = devices.agree(finite, self.axes)
@@ -286,23 +298,23 @@ class Bound:
             ]
             values = devices.vary(values, self.varied)
             keep = finite if kept is None else finite & kept[index]
-            return Outcome(values, keep, self._rounding_key(index))
+            return Outcome(values, keep, self.rounding_key(index))
 
-        return self._fold(micro_fn, self._reducers)
+        return self.fold(micro_fn, self._reducers)
 
     def _spread(self, grads: list[Any], weights: list[Any]) -> noise.NoiseSums:
         """What this micro-batch adds to the window's noise statistics."""
-        summed = zip(grads, self._grad_reducers(grads), strict=True)
+        summed = zip(grads, self.grad_reducers(grads), strict=True)
         return noise.group([g for g, r in summed if isinstance(r, Addition)], weights[0])
 
-    def _rounding_key(self, index: Any) -> Any:
+    def rounding_key(self, index: Any) -> Any:
         """The accumulator's key for one micro-step, apart from the loss function's."""
         if not self.options.accumulator.needs_key:
             return None
         return jax.random.fold_in(jax.random.fold_in(self.key, index), 0x5EED)
 
     def _reducers(self, values: dict[str, Any]) -> dict[str, Any]:
-        special = {"aux": reducers_of(values["aux"]), "grads": self._grad_reducers(values["grads"])}
+        special = {"aux": reducers_of(values["aux"]), "grads": self.grad_reducers(values["grads"])}
         if "finite" in values:
             special["finite"] = Stack()
         return {name: special.get(name, reducers_of_sums(v)) for name, v in values.items()}
@@ -360,7 +372,7 @@ class Bound:
         places["grads"][:number] = [shards.Place(shard) for shard in self.grad_shards]
         return [place.shard for place in jax.tree.leaves(places)]
 
-    def _fold(self, micro_fn: Any, reducers_fn: Any) -> Any:
+    def fold(self, micro_fn: Any, reducers_fn: Any) -> Any:
         return fold(
             micro_fn,
             self.batch,
@@ -372,7 +384,7 @@ class Bound:
 
     # Gradient leaves: carried as a flat list, returned in the structure of `argnums`.
 
-    def _grad_reducers(self, grads: Sequence[Any]) -> list[Reducer]:
+    def grad_reducers(self, grads: Sequence[Any]) -> list[Reducer]:
         """The reducers of the gradient leaves; rows of the batch are concatenated."""
         pairs = zip(self._parameter_reducers(), self.leaves, strict=True)
         chosen = [reducer for reducer, leaf in pairs if is_inexact(leaf)]

@@ -138,11 +138,11 @@ def reduce(
             out[i] = kept_sum(out[i], estimates[i])
     for kind, collective in ((Maximum, lax.pmax), (Minimum, lax.pmin)):
         for i in of(kind):
-            out[i] = _widened(lambda x, c=collective: c(x, names), carries[i])
+            out[i] = widened(lambda x, c=collective: c(x, names), carries[i])
     if of(Latest):
         last = is_last(holds, names)
         for i in of(Latest):
-            out[i] = _widened(
+            out[i] = widened(
                 lambda x: lax.psum(jnp.where(last, x, jnp.zeros_like(x)), names), carries[i]
             )
     return out
@@ -165,7 +165,7 @@ def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     whole = lax.dynamic_update_index_in_dim(
         vary(whole, compat.varying_axes(x)), x, lax.axis_index(names), axis=0
     )
-    whole = _widened(lambda part: lax.psum(part, names), whole)
+    whole = widened(lambda part: lax.psum(part, names), whole)
     return whole.reshape((-1, *x.shape[1:]))
 
 
@@ -217,7 +217,7 @@ def without_device_axis(tree: Any, names: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree) if names else tree
 
 
-def _widened(collective: Any, x: jax.Array) -> jax.Array:
+def widened(collective: Any, x: jax.Array) -> jax.Array:
     """Runs a collective in a dtype that every backend reduces."""
     if x.dtype == jnp.bool_:
         return collective(x.astype(jnp.int32)).astype(jnp.bool_)

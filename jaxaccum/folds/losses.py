@@ -64,7 +64,13 @@ class Loss(NamedTuple):
 
 
 def stage_loss(
-    function: str, call_fn: Callable[..., Any], flat: Sequence[Any], rows: int, *, has_aux: bool
+    function: str,
+    call_fn: Callable[..., Any],
+    flat: Sequence[Any],
+    rows: int,
+    *,
+    has_aux: bool,
+    axis_env: Sequence[tuple[str, int]] = (),
 ) -> Loss:
     """Traces `call_fn(*flat)`, the user's loss, once and checks what it returns.
 
@@ -74,6 +80,7 @@ def stage_loss(
       flat: inputs, or values of the same types.
       rows: the rows of the micro-batch.
       has_aux: whether `call_fn` returns `(loss, aux)`.
+      axis_env: names and sizes of axes that the loss may use in collectives.
 
     Raises:
       TypeError: the loss is not made of `Mean`s of real scalars.
@@ -87,7 +94,7 @@ def stage_loss(
         trees[:] = [terms, jax.tree.structure(aux)]
         return [m.total for m in means], [m.weight for m in means], aux
 
-    program = compat.stage(flat_fn, *flat)
+    program = compat.stage(flat_fn, *flat, axis_env=axis_env)
     terms, aux_tree = trees
     totals, weights, aux = program.out_shape
     for path, total, weight in zip(_paths(terms), totals, weights, strict=True):

@@ -87,7 +87,13 @@ def sums(
     sharded = (args[1], num_real if per_device else None)
     sharded = jax.tree.map(lambda x: _place(x, rows, mesh, names), sharded)
     results = jax.shard_map(
-        window_fn, mesh=mesh, in_specs=(specs, rows), out_specs=groups, axis_names=set(names)
+        window_fn,
+        mesh=mesh,
+        in_specs=(specs, rows),
+        out_specs=groups,
+        axis_names=set(names),
+        # JAX types no collective over an axis that is not of the mesh.
+        check_vma=options.window_axis_name is None,
     )(given, sharded)
     supplies: dict[Any, Any] = dict(zip(groups, map(iter, results), strict=True))
     supplies[None] = iter(layout["empty"])

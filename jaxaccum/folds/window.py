@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut, devices, faults, shards, spmd, unreduced
+from jaxaccum.folds import cut, devices, faults, shards, spmd, unreduced, window_axis
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.bound import Bound
 from jaxaccum.numerics import accumulators
@@ -32,6 +32,8 @@ def accumulate(
     grad_reducers: Any = None,
     unroll: int | bool = 1,
     noise_scale: bool = False,
+    window_axis_name: str | None = None,
+    window_axis_storage: Literal["store", "recompute"] = "store",
 ) -> Callable[..., WindowSums]:
     """Sums gradients, losses and weights over the micro-batches of a batch, undivided.
 
@@ -82,6 +84,14 @@ def accumulate(
       unroll: as in `jax.lax.scan`.
       noise_scale: whether the sums also hold what `ja.noise_scale` needs: one scalar and one count
         more, from the gradients that are there anyway. For losses of one term.
+      window_axis_name: the name of an axis over which `loss_fn` may use collectives (`psum`,
+        `pmean`, `all_gather`, `pmax`, `axis_index`, …) as if every micro-batch were a device:
+        the totals and weights of `jax.vmap(loss_fn, axis_name=window_axis_name)` over the
+        micro-batches, with the memory of one of them and what it hands from one collective to
+        the next. Two forwards and one backward. The batch must divide evenly.
+      window_axis_storage: "store" keeps for each micro-batch what crosses a collective,
+        "recompute" computes it again from the rows, in as many forwards as collectives that wait
+        for each other.
 
     Returns:
       `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None)`, which
@@ -120,6 +130,8 @@ def accumulate(
         grad_reducers=grad_reducers,
         unroll=unroll,
         noise_scale=noise_scale,
+        window_axis_name=window_axis_name,
+        window_axis_storage=window_axis_storage,
     )
 
     def accumulate_fn(
@@ -153,6 +165,8 @@ def value_and_grad(
     skip_nonfinite: bool | Literal["micro_batch", "window"] = False,
     grad_reducers: Any = None,
     unroll: int | bool = 1,
+    window_axis_name: str | None = None,
+    window_axis_storage: Literal["store", "recompute"] = "store",
 ) -> Callable[..., Any]:
     """The window's mean loss and its gradient, like `jax.value_and_grad` of the full batch.
 
@@ -176,6 +190,8 @@ def value_and_grad(
       skip_nonfinite: whether to leave out micro-batches, or windows, that are not finite.
       grad_reducers: reducers of gradient leaves that are not sums.
       unroll: as in `jax.lax.scan`.
+      window_axis_name: the name of an axis over which `loss_fn` may use collectives.
+      window_axis_storage: "store" or "recompute".
 
     Returns:
       `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None)`, which
@@ -209,6 +225,8 @@ def value_and_grad(
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
         unroll=unroll,
+        window_axis_name=window_axis_name,
+        window_axis_storage=window_axis_storage,
     )
 
     def value_and_grad_fn(
@@ -240,6 +258,7 @@ def denominators(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
+    window_axis_name: str | None = None,
 ) -> Callable[..., Any]:
     """Counts the weights of a loss's terms over a batch, without running the model.
 
@@ -253,6 +272,7 @@ def denominators(
       argnums: the positional arguments to differentiate.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the weights are summed.
+      window_axis_name: the name of an axis over which `loss_fn` may use collectives.
 
     Returns:
       `d(params, batch, *args, key=None, num_real=None)`, which returns the summed weights in the
@@ -278,6 +298,7 @@ def denominators(
         argnums=argnums,
         has_aux=has_aux,
         axis_name=axis_name,
+        window_axis_name=window_axis_name,
     )
 
     def denominators_fn(
@@ -329,6 +350,7 @@ def _options(
             f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
             "for plain `jit`; pass one of them."
         )
+    window_axis.check_options(function, others)
     reduction = shards.check_reduction(function, others.get("reduction", "defer"))
     if reduction == "unreduced":
         unreduced.check(function, accumulator, others)

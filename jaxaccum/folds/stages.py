@@ -1,0 +1,274 @@
+"""A loss that meets over the window's axis, cut in stages between its meetings."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxaccum.core import checks, compat, staging
+from jaxaccum.folds.meetings import Meeting
+
+STORAGES = ("store", "recompute")
+
+# Elementwise or mere layout: computed again where it is read rather than kept for each micro-batch.
+_CHEAP = frozenset(
+    """abs add add_any and atan2 broadcast_in_dim ceil clamp concatenate convert_element_type copy
+    copy_p cos div eq erf exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite
+    le log log1p logistic lt max min mul ne neg not or pad pow random_fold_in random_seed
+    random_split random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt
+    select_n sign sin slice sqrt square squeeze stack stop_gradient sub tanh transpose
+    xor""".split()  # noqa: SIM905
+)
+# A value more cheap steps away than this is kept after all: in a residual network the way back to
+# the values that are kept anyway grows with every layer.
+_REACH = 48
+# Their results have no gradient, whatever went in.
+_FLAT = frozenset(["stop_gradient", "sign", "floor", "ceil", "round"])
+
+
+class Stage(NamedTuple):
+    """What one micro-batch does between two meetings.
+
+    Attributes:
+      effects: equations that are run for what they do, such as `jax.debug.print`.
+      outputs: positions of the outputs of the program that are ready here.
+      meetings: those that follow.
+      stores: the values that later stages read again, one for each micro-batch.
+    """
+
+    effects: list[Any]
+    outputs: list[int]
+    meetings: list[Meeting]
+    stores: list[Any]
+
+
+class Plan:
+    """The stages of one flattened program.
+
+    Args:
+      function: the public function's name, for messages.
+      staged: the program, from `staging.Flattener`; its inputs are the micro-batch's index and
+        the flat inputs of the loss.
+      keep: which outputs are wanted.
+      flattener: the one that made it.
+      local: for each flat input whether micro-batches differ in it.
+      storage: "store" keeps what crosses a meeting, "recompute" computes it again from the rows.
+      effects: whether `jax.debug.print` and its like are run.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        staged: compat.Staged,
+        keep: Sequence[bool],
+        *,
+        flattener: staging.Flattener,
+        local: Sequence[bool],
+        storage: str,
+        effects: bool = True,
+    ):
+        self.function = function
+        self.jaxpr = compat.strip(staged.closed, keep, effects=effects)
+        self.consts = dict(zip(self.jaxpr.constvars, staged.closed.consts, strict=True))
+        self.index, *self.inputs = self.jaxpr.invars
+        self.outputs = list(self.jaxpr.outvars)
+        self.recomputes = storage == "recompute"
+        self._made = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
+        # By variable: after how many meetings it is there, and whether micro-batches differ in it.
+        self.depth: dict[Any, int] = {}
+        self.local: dict[Any, bool] = dict(zip(self.inputs, local, strict=True))
+        self.local[self.index] = True
+        self._meetings: dict[int, Meeting] = {}
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            self._place(number, eqn, flattener)
+        self.num_stages = 1 + max(
+            [self.depth_of(v) for v in self.outputs]
+            + [self.depth_of(v) for e in self.jaxpr.eqns if _is_effect(e) for v in e.invars],
+            default=0,
+        )
+        self.stored: set[Any] = set()
+        self.stages = self._cut()
+
+    def _place(self, number: int, eqn: Any, flattener: staging.Flattener) -> None:
+        depth = max(map(self.depth_of, eqn.invars), default=0)
+        local = any(map(self.is_local, eqn.invars))
+        if flattener.use(eqn) == staging.MEETS:
+            differ = tuple(map(self.is_local, eqn.invars))
+            meeting = Meeting(eqn, flattener.axis, flattener.size, differ)
+            meeting.check(self.function)
+            self._meetings[number] = meeting
+            depth, local = depth + 1, not meeting.uniform
+        for v in eqn.outvars:
+            self.depth[v], self.local[v] = depth, local
+
+    def depth_of(self, atom: Any) -> int:
+        return 0 if compat.is_literal(atom) else self.depth.get(atom, 0)
+
+    def is_local(self, atom: Any) -> bool:
+        return not compat.is_literal(atom) and self.local.get(atom, False)
+
+    def is_met(self, v: Any) -> bool:
+        """Whether `v` comes out of a meeting."""
+        return self._made.get(v) in self._meetings
+
+    def _cut(self) -> list[Stage]:
+        """The stages, from the last to the first: what one reads, an earlier one has to keep."""
+        stages: list[Stage] = []
+        for depth in reversed(range(self.num_stages)):
+            effects = [
+                e
+                for e in self.jaxpr.eqns
+                if _is_effect(e) and max(map(self.depth_of, e.invars), default=0) == depth
+            ]
+            outputs = [i for i, v in enumerate(self.outputs) if self.depth_of(v) == depth]
+            meetings = [
+                m
+                for m in self._meetings.values()
+                if max(map(self.depth_of, m.eqn.invars), default=0) == depth
+                and depth + 1 < self.num_stages
+            ]
+            stores = [v for v in self.stored if self.depth_of(v) == depth]
+            stage = Stage(effects, outputs, meetings, sorted(stores, key=self._made.__getitem__))
+            if not self.recomputes:
+                self._keep(self.targets(stage, effects=True), depth)
+            stages.append(stage)
+        return stages[::-1]
+
+    def targets(self, stage: Stage, *, effects: bool = False) -> list[Any]:
+        """The values that a stage has to make."""
+        atoms = [self.outputs[i] for i in stage.outputs]
+        atoms += [v for m in stage.meetings for v in m.eqn.invars]
+        atoms += stage.stores
+        if effects:
+            atoms += [v for e in stage.effects for v in e.invars]
+        return list(dict.fromkeys(v for v in atoms if not compat.is_literal(v)))
+
+    def _keep(self, targets: Iterable[Any], depth: int) -> None:
+        """Marks what the stage at `depth` reads of earlier ones as stored."""
+        seen, queue = set(), list(targets)
+        while queue:
+            v = queue.pop()
+            if v in seen or v not in self._made or self.is_met(v) or v in self.stored:
+                seen.add(v)
+                if v in self.stored and self.depth_of(v) == depth:
+                    queue += self._parents(v)
+                continue
+            seen.add(v)
+            if self.is_local(v) and self.depth_of(v) < depth:
+                self.stored |= self._cheaper(v)
+            else:
+                queue += self._parents(v)
+
+    def _parents(self, v: Any) -> list[Any]:
+        return [u for u in self.jaxpr.eqns[self._made[v]].invars if not compat.is_literal(u)]
+
+    def _cheaper(self, v: Any) -> set[Any]:
+        """What to store in the place of `v`: values from which it is cheap, if they are smaller."""
+        found, seen, queue, steps = set(), set(), [v], 0
+        while queue:
+            u = queue.pop()
+            if u in seen or u in self.stored or u not in self._made or self.is_met(u):
+                continue
+            if not self.is_local(u):
+                continue
+            seen.add(u)
+            eqn = self.jaxpr.eqns[self._made[u]]
+            if _is_cheap(eqn):
+                steps += 1
+                queue += self._parents(u)
+            else:
+                found.add(u)
+        if steps > _REACH or sum(map(_bytes, found)) > _bytes(v):
+            return {v}
+        return found
+
+    def slice(self, targets: Iterable[Any], depth: int) -> tuple[list[Any], list[Any]]:
+        """The equations that make `targets` in the stage at `depth`, and what they read.
+
+        Returns:
+          Equations in their order, and the inputs, stored values and results of meetings read.
+        """
+        numbers, reads, seen, queue = set(), [], set(), list(targets)
+        while queue:
+            v = queue.pop()
+            if v in seen or v in self.consts:
+                continue
+            seen.add(v)
+            kept = v in self.stored and self.depth_of(v) < depth
+            if v not in self._made or self.is_met(v) or kept:
+                reads.append(v)
+                continue
+            numbers.add(self._made[v])
+            queue += self._parents(v)
+        return [self.jaxpr.eqns[i] for i in sorted(numbers)], reads
+
+    def in_order(self, eqns: Iterable[Any]) -> list[Any]:
+        """Equations in the order of the program, each once."""
+        chosen = {id(eqn) for eqn in eqns}
+        return [eqn for eqn in self.jaxpr.eqns if id(eqn) in chosen]
+
+    def carriers(self, differentiated: Sequence[bool], totals: int) -> set[Any]:
+        """The variables through which a gradient flows from `differentiated` inputs to a total.
+
+        Args:
+          differentiated: a flag for each flat input.
+          totals: the first so many outputs are the totals.
+
+        Raises:
+          ValueError: it would flow through a `pmax` or `pmin`, which have no derivative.
+        """
+        moved = {v for v, d in zip(self.inputs, differentiated, strict=True) if d}
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name not in _FLAT and any(_in(v, moved) for v in eqn.invars):
+                moved |= {v for v in eqn.outvars if checks.is_inexact(v.aval)}
+        wanted = {v for v in self.outputs[:totals] if not compat.is_literal(v)}
+        for eqn in reversed(self.jaxpr.eqns):
+            if eqn.primitive.name not in _FLAT and any(v in wanted for v in eqn.outvars):
+                wanted |= {
+                    v for v in eqn.invars if not compat.is_literal(v) and checks.is_inexact(v.aval)
+                }
+        flowing = moved & wanted
+        for meeting in self._meetings.values():
+            eqn = meeting.eqn
+            if not meeting.differentiable and any(v in flowing for v in eqn.outvars):
+                name = eqn.primitive.name
+                raise ValueError(
+                    f"{self.function}: the gradient goes through `{name}` over `window_axis_name` "
+                    f"{meeting.axis!r} (at {compat.where(eqn)}), which has no derivative. Put "
+                    f"`jax.lax.stop_gradient` around what goes into it, or take `.max()` of an "
+                    "`all_gather`."
+                )
+        return flowing
+
+
+def run(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
+    """Evaluates equations into `env`, which maps variables to values."""
+    for eqn in eqns:
+        outs = compat.bind(eqn, [read(env, atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable, or a constant in the program's text as an array."""
+    return jnp.asarray(atom.val, atom.aval.dtype) if compat.is_literal(atom) else env[atom]
+
+
+def _is_effect(eqn: Any) -> bool:
+    """Whether an equation of a stripped program is run for what it does alone."""
+    return all(type(v).__name__ == "DropVar" for v in eqn.outvars)
+
+
+def _in(atom: Any, found: set[Any]) -> bool:
+    return not compat.is_literal(atom) and atom in found
+
+
+def _is_cheap(eqn: Any) -> bool:
+    inner = compat.wrapped(eqn)
+    if inner is not None:
+        return all(map(_is_cheap, inner.eqns))
+    return eqn.primitive.name in _CHEAP
+
+
+def _bytes(v: Any) -> int:
+    return math.prod(v.aval.shape) * int(getattr(v.aval.dtype, "itemsize", 8))
