@@ -2,6 +2,7 @@
 
 from jaxaccum import diagnostics as diagnostics
 from jaxaccum import interop as interop
+from jaxaccum import schedules as schedules
 from jaxaccum.auditing import audit as audit
 from jaxaccum.batches import PackedBatch as PackedBatch
 from jaxaccum.batches import example_keys as example_keys

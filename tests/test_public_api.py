@@ -74,6 +74,22 @@ SUBMODULES = {
     "accumulators": ["plain", "compensated", "stochastic", "chunked"],
     "loss_scaling": ["static", "dynamic", "unscale"],
     "interop": ["from_optax", "to_optax"],
+    "schedules": [
+        "by_tokens",
+        "by_examples",
+        "by_epochs",
+        "by_micro_steps",
+        "in_units",
+        "rewindow",
+        "ramp",
+        "tabulate",
+        "amount_at",
+        "steps_at",
+        "linear_scaling",
+        "square_root_scaling",
+        "adam_scaling",
+        "half_life",
+    ],
     "diagnostics": ["smooth_noise", "batch_advice"],
 }
 # What each function that a factory returns must accept.
@@ -102,7 +118,7 @@ def public():
         submodule = getattr(ja, module)
         names = getattr(submodule, "__all__", members(submodule))
         for name, thing in members(submodule).items():
-            if name in names and thing.__module__ == submodule.__name__:
+            if name in names and thing.__module__.startswith(submodule.__name__):
                 yield f"{module}.{name}", thing
 
 
