@@ -24,6 +24,7 @@ from jaxaccum.diagnostics.noise import NoiseScale as NoiseScale
 from jaxaccum.diagnostics.noise import noise_scale as noise_scale
 from jaxaccum.folds.cut import split as split
 from jaxaccum.folds.microbatch import microbatch as microbatch
+from jaxaccum.folds.model_state import Counted as Counted
 from jaxaccum.folds.stream import multi_steps as multi_steps
 from jaxaccum.folds.stream import until_weight as until_weight
 from jaxaccum.folds.stream_state import MultiStepsState as MultiStepsState

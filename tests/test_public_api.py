@@ -57,6 +57,7 @@ CONTRACT = {
     "Min": (["value"], []),
     "Last": (["value"], []),
     "Concat": (["value"], []),
+    "Counted": (["state", "count"], []),
 }
 # Fields that the contract fixes; properties count.
 FIELDS = {
@@ -94,9 +95,9 @@ SUBMODULES = {
 }
 # What each function that a factory returns must accept.
 RETURNED = {
-    "accumulate": ["key", "num_real", "denominators", "loss_scale"],
-    "value_and_grad": ["key", "num_real", "denominators", "loss_scale"],
-    "denominators": ["key", "num_real"],
+    "accumulate": ["key", "num_real", "denominators", "loss_scale", "model_state"],
+    "value_and_grad": ["key", "num_real", "denominators", "loss_scale", "model_state"],
+    "denominators": ["key", "num_real", "model_state"],
     "microbatch": ["key", "num_real"],
 }
 

@@ -11,6 +11,7 @@ from jaxaccum.core import checks
 from jaxaccum.core.mean import Mean, add, divide
 from jaxaccum.core.noise import NoiseSums
 from jaxaccum.core.reducers import Addition, merge_trees, reducers_of, values_of
+from jaxaccum.core.state_sums import StateSums
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +35,7 @@ class WindowSums:
         found from their own batch do not merge.
       grad_reducers: static; the reducer of each gradient leaf, or `None` where all are sums.
       noise: what `noise_scale` needs of the micro-batches; `None` without `noise_scale=True`.
+      model_state: the model's state; with the policy "pooled" undivided sums (`.read()`).
     """
 
     grads: Any
@@ -48,6 +50,7 @@ class WindowSums:
         default=None, metadata={"static": True}
     )
     noise: NoiseSums | None = None
+    model_state: Any = None
 
 
 class Window(NamedTuple):
@@ -62,6 +65,7 @@ class Window(NamedTuple):
       weight: the summed weights; a scalar, or the loss function's tree of them.
       num_microbatches: how many micro-batches the window holds; int32 scalar.
       num_skipped: how many were left out; int32 scalar.
+      model_state: the model's state after the window; `None` without `model_state`.
     """
 
     loss: jax.Array
@@ -70,6 +74,7 @@ class Window(NamedTuple):
     weight: Any
     num_microbatches: jax.Array
     num_skipped: jax.Array
+    model_state: Any = None
 
 
 def merge(a: WindowSums, b: WindowSums) -> WindowSums:
@@ -108,6 +113,11 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
             f"merge: the sums have different structures, {jax.tree.structure(a)} and "
             f"{jax.tree.structure(b)}. Make both with the same loss function and options."
         )
+    if a.model_state is not None and not isinstance(a.model_state, StateSums):
+        raise ValueError(
+            "merge: the sums hold two model states, of which it is not known how they combine. Use "
+            '`model_state="pooled"`, whose statistics add up, or pass the whole batch in one call.'
+        )
     if a.grad_reducers is None:  # else the gradients of the batch's rows differ in their number
         remedy = "Make both with the same loss function and parameters."
         checks.same_structure("merge", "b.grads", b.grads, a.grads, remedy=remedy)
@@ -124,6 +134,9 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
             denominators,
             b.denominators,
         )
+    model_state = a.model_state
+    if isinstance(model_state, StateSums):
+        model_state = model_state.merge(b.model_state)
     return dataclasses.replace(
         a,
         grads=jax.tree.unflatten(tree, grads),
@@ -134,6 +147,7 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
         num_skipped=add(a.num_skipped, b.num_skipped),
         denominators=denominators,
         noise=jax.tree.map(add, a.noise, b.noise),
+        model_state=model_state,
     )
 
 
@@ -206,6 +220,9 @@ def finalize(sums: WindowSums) -> Window:
         weight=sums.weight,
         num_microbatches=sums.num_microbatches,
         num_skipped=sums.num_skipped,
+        model_state=(
+            sums.model_state.read() if isinstance(sums.model_state, StateSums) else sums.model_state
+        ),
     )
 
 

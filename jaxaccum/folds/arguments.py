@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class Options:
     noise_scale: bool = False
     window_axis_name: str | None = None
     window_axis_storage: str = "store"
+    model_state: str | None = None
 
     @property
     def skips(self) -> bool:
@@ -45,6 +46,16 @@ class Options:
     def drops(self) -> bool:
         """Whether the whole window is."""
         return self.skip_nonfinite == "window"
+
+
+class Given(NamedTuple):
+    """The keywords of a call; see `accumulate`."""
+
+    key: Any = None
+    num_real: Any = None
+    denominators: Any = None
+    loss_scale: Any = None
+    model_state: Any = None
 
 
 def passed_key(options: Options, key: Any) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from jaxaccum.core.reducers import (
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
 from jaxaccum.folds import unreduced_types as unreduced
-from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.losses import Loss, stage_loss
+from jaxaccum.folds.model_state import ModelState, check_given
 from jaxaccum.folds.scan import Outcome, fold
 from jaxaccum.numerics import loss_scaling
 
@@ -39,11 +40,10 @@ class Bound:
     micro-batch's rows, and its key. All other arguments are closed over and pass through whole.
     """
 
-    def __init__(
-        self, options: Options, args: Sequence[Any], key: Any, num_real: Any, scale: Any = None
-    ):
-        name = options.function
-        self.scale = loss_scaling.checked_scale(name, scale)
+    def __init__(self, options: Options, args: Sequence[Any], given: Given):
+        name, key = options.function, given.key
+        self.given = given
+        self.scale = loss_scaling.checked_scale(name, given.loss_scale)
         self.options, self.args, self.batch = options, args, args[1]
         self.axes = devices.axes(name, options.axis_name)
         # Gradients stay local only of parameters that are typed as different on each device.
@@ -67,7 +67,7 @@ class Bound:
             name, self.batch, options.num_microbatches, options.microbatch_size
         )
         self.num_microbatches = sum(segment.num for segment in self.segments)
-        self.num_real = arguments.num_real(name, num_real, self.num_microbatches)
+        self.num_real = arguments.num_real(name, given.num_real, self.num_microbatches)
         if options.window_axis_name is not None:
             window_axis.check_call(self)
         self.positions = checks.argnums(name, options.argnums, len(args))
@@ -81,6 +81,12 @@ class Bound:
         if options.reduction == "unreduced":
             self.typed = devices.names_of(name, "spmd_axis_name", options.spmd_axis_name)
             self.moving = [unreduced.mark(x, self.typed) for x in self.moving]
+        check_given(name, options.model_state, given.model_state)
+        self.state = None
+        if options.model_state is not None:
+            self.state = ModelState(
+                name, options.model_state, given.model_state, self.varied, self.axes
+            )
         self._losses: dict[int, Loss] = {}
 
     def _find_shards(self) -> None:
@@ -126,7 +132,9 @@ class Bound:
         grid = self.segments[0].grid(self.batch)
         return self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))[0]
 
-    def loss_at(self, index: Any, rows: Any) -> tuple[Loss, list[Any], list[bool]]:
+    def loss_at(
+        self, index: Any, rows: Any, state: Sequence[Any] | None = None
+    ) -> tuple[Loss, list[Any], list[bool]]:
         """The staged loss, its flat inputs, and which of these are differentiated.
 
         The user's function is traced here, once for each micro-batch shape.
@@ -137,23 +145,30 @@ class Bound:
         # Gathered once before the fold, or in every micro-step, where only parts are kept.
         flat = [*(self._gathered(index) if self.scattering else self.moving), *rest]
         size = rest[0].shape[0]
+        if self.state is not None:
+            flat += self.state.leaves if state is None else state
         if size not in self._losses:
 
             def call_fn(*inputs: Any) -> Any:
-                rows, key = jax.tree.unflatten(tree, inputs[number:])
+                stop = number + len(rest)
+                rows, key = jax.tree.unflatten(tree, inputs[number:stop])
                 args = list(self.args)
                 args[1] = rows
                 for position, value in self._rebuild(inputs[:number]).items():
                     args[position] = value
                 named = arguments.passed_key(self.options, key)
-                return self.options.loss_fn(*args, **named)
+                if self.state is None:
+                    return self.options.loss_fn(*args, **named)
+                return self.state.call(
+                    self.options.loss_fn, args, named, inputs[stop:], self.options.has_aux
+                )
 
             loss = stage_loss(
                 self.options.function,
                 call_fn,
                 flat,
                 size,
-                has_aux=self.options.has_aux,
+                has_aux=self.options.has_aux or self.state is not None,
                 axis_env=window_axis.axis_env(self.options, self.num_microbatches),
             )
             if self.axes:
@@ -194,11 +209,16 @@ class Bound:
             weights = window_axis.count(self)
         return devices.reduce(reducers_of_sums(weights), weights, self.axes, True)
 
-    def sums(self, given: Any = None) -> WindowSums:
-        """The window's sums, over the denominators `given` or else over its own."""
+    def sums(self) -> WindowSums:
+        """The window's sums, over the denominators that were given or else over its own."""
+        given = self.given.denominators
         terms = self.first_loss().terms
         if self.options.noise_scale:
             arguments.check_noise_scale(self.options.function, terms, given)
+        if self.state is not None:
+            grid = self.segments[0].grid(self.batch)
+            loss, flat, _ = self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
+            self.state.find_decays(loss.program, flat)
         denominators = None
         if given is not None:
             denominators = arguments.denominators(self.options.function, given, terms)
@@ -252,8 +272,8 @@ class Bound:
         if self.options.window_axis_name is not None:
             return window_axis.sums(self, seeds)
 
-        def micro_fn(index: Any, rows: Any) -> Outcome:
-            loss, flat, differentiated = self.loss_at(index, rows)
+        def micro_fn(index: Any, rows: Any, threads: Any = None) -> Outcome:
+            loss, flat, differentiated = self.loss_at(index, rows, threads)
             loss.weights_fn(self.options.function, differentiated)  # refuses what cannot be summed
 
             def objective(moving: list[Any]) -> Any:
@@ -285,9 +305,18 @@ class Bound:
                 ]
             values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
             values |= {"num": jnp.int32(1), "noise": spread}
+            new_state: list[Any] = []
+            if self.state is not None:
+                values["aux"], new_state, count = aux
+                count = jax.tree.leaves(rows)[0].shape[0] if count is None else count
+                if self.state.pools:
+                    values["state"] = self.state.contribution(new_state, count)
+            threads = devices.vary(new_state, self.varied) if threads is not None else ()
             if not skip:
-                return Outcome(devices.vary(values, self.varied), key=self.rounding_key(index))
-            finite = all_finite([*grads, *totals, *weights])
+                values = devices.vary(values, self.varied)
+                return Outcome(values, key=self.rounding_key(index), thread=threads)
+            floats = [x for x in new_state if is_inexact(x)]
+            finite = all_finite([*grads, *totals, *weights, *floats])
             if self.scattering:  # a part holds every device's gradient, so all must agree
                 finite = devices.agree(finite, self.axes)
             values["finite"] = finite
@@ -298,9 +327,12 @@ class Bound:
             ]
             values = devices.vary(values, self.varied)
             keep = finite if kept is None else finite & kept[index]
-            return Outcome(values, keep, self.rounding_key(index))
+            return Outcome(values, keep, self.rounding_key(index), threads)
 
-        return self.fold(micro_fn, self._reducers)
+        if self.state is None or not self.state.threads:
+            return self.fold(micro_fn, self._reducers)
+        local, last = self.fold(micro_fn, self._reducers, self.state.leaves)
+        return local | {"state": self.state.of_device(last, local["num"])}
 
     def _spread(self, grads: list[Any], weights: list[Any]) -> noise.NoiseSums:
         """What this micro-batch adds to the window's noise statistics."""
@@ -317,6 +349,8 @@ class Bound:
         special = {"aux": reducers_of(values["aux"]), "grads": self.grad_reducers(values["grads"])}
         if "finite" in values:
             special["finite"] = Stack()
+        if "state" in values:
+            special["state"] = self.state.reducers() if self.state else None
         return {name: special.get(name, reducers_of_sums(v)) for name, v in values.items()}
 
     def _reduced(self, local: dict[str, Any], denominators: Any, given: bool) -> WindowSums:
@@ -359,11 +393,13 @@ class Bound:
             denominators_given=given,
             grad_reducers=tuple(leaf_reducers) if special else None,
             noise=out["noise"],
+            model_state=None if self.state is None else self.state.sums(out.get("state")),
         )
         if not self.options.drops:
             return sums
         in_parts = any(self.grad_shards) or 1 in self.positions
-        return faults.drop_if_bad(sums, self.axes, in_parts=in_parts)
+        empty = None if self.state is None else self.state.untouched(sums.model_state)
+        return faults.drop_if_bad(sums, self.axes, in_parts=in_parts, empty_state=empty)
 
     def _parts(self, reducers: dict[str, Any]) -> list[shards.Shard | None]:
         """For each carry the part of it that this device keeps; `None` for the whole."""
@@ -372,7 +408,7 @@ class Bound:
         places["grads"][:number] = [shards.Place(shard) for shard in self.grad_shards]
         return [place.shard for place in jax.tree.leaves(places)]
 
-    def fold(self, micro_fn: Any, reducers_fn: Any) -> Any:
+    def fold(self, micro_fn: Any, reducers_fn: Any, thread: Any = None) -> Any:
         return fold(
             micro_fn,
             self.batch,
@@ -380,6 +416,7 @@ class Bound:
             reducers_fn,
             num_real=self.num_real,
             unroll=self.options.unroll,
+            thread=thread,
         )
 
     # Gradient leaves: carried as a flat list, returned in the structure of `argnums`.

@@ -50,7 +50,9 @@ def limit(function: str, value: Any, skips: str | None) -> int | None:
     return checks.integer(function, "max_bad_windows", value)
 
 
-def drop_if_bad(sums: WindowSums, axes: tuple[str, ...], *, in_parts: bool) -> WindowSums:
+def drop_if_bad(
+    sums: WindowSums, axes: tuple[str, ...], *, in_parts: bool, empty_state: Any = None
+) -> WindowSums:
     """An empty window in the place of one whose sums are not finite.
 
     What is stacked or concatenated is kept as it came, but for gradients of the batch's rows.
@@ -59,6 +61,7 @@ def drop_if_bad(sums: WindowSums, axes: tuple[str, ...], *, in_parts: bool) -> W
       sums: over all devices.
       axes: the axes of the window.
       in_parts: whether a device holds but a part of some sums, so that all must agree.
+      empty_state: the model state of a window without micro-batches, if there is a state.
     """
     leaves, tree = jax.tree.flatten(sums.grads)
     numbers = [as_float(x, jnp.float32) for x in jax.tree.leaves(sums.weight)]
@@ -80,6 +83,9 @@ def drop_if_bad(sums: WindowSums, axes: tuple[str, ...], *, in_parts: bool) -> W
     denominators = sums.denominators
     if not sums.denominators_given:
         denominators = jax.tree.map(kept, denominators)
+    model_state = sums.model_state
+    if model_state is not None:
+        model_state = jax.tree.map(kept, model_state, empty_state)
     return dataclasses.replace(
         sums,
         grads=jax.tree.unflatten(tree, grads),
@@ -90,6 +96,7 @@ def drop_if_bad(sums: WindowSums, axes: tuple[str, ...], *, in_parts: bool) -> W
         num_skipped=jnp.where(good, sums.num_skipped, add(sums.num_skipped, sums.num_microbatches)),
         noise=jax.tree.map(kept, sums.noise),
         denominators=denominators,
+        model_state=model_state,
     )
 
 

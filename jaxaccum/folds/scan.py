@@ -19,21 +19,24 @@ class Outcome(NamedTuple):
       values: a tree of arrays; the function's reducers say how each leaf is combined.
       keep: whether its carried values count; a boolean scalar, or `None` for always.
       key: a PRNG key for accumulators that need one, or `None`.
+      thread: what the next micro-batch receives, where the fold threads something.
     """
 
     values: Any
     keep: jax.Array | None = None
     key: jax.Array | None = None
+    thread: Sequence[jax.Array] = ()
 
 
 def fold(
-    micro_fn: Callable[[Any, Any], Outcome],
+    micro_fn: Callable[..., Outcome],
     batch: Any,
     segments: Sequence[cut.Segment],
     reducers_fn: Callable[[Any], Any],
     *,
     num_real: Any = None,
     unroll: int | bool = 1,
+    thread: Sequence[jax.Array] | None = None,
 ) -> Any:
     """Runs `micro_fn(index, rows)` on every micro-batch and combines its values.
 
@@ -48,10 +51,14 @@ def fold(
       reducers_fn: from the tree of values (shapes and dtypes) to the tree of their reducers.
       num_real: how many of the micro-batches run, the first ones; may be traced. `None`: all.
       unroll: as in `jax.lax.scan`.
+      thread: arrays that `micro_fn` receives as a third argument, each micro-batch those that the
+        one before it returned as `Outcome.thread`.
 
     Returns:
-      The tree of values, with carries in place of the leaves that are carried.
+      The tree of values, with carries in place of the leaves that are carried; with `thread` a
+      pair of it and the arrays that the last micro-batch left.
     """
+    threads = list(thread or ())
     carry: list[Any] | None = None
     emitted: list[list[jax.Array]] = []
     reducers: list[Reducer] = []
@@ -59,11 +66,12 @@ def fold(
     for segment in segments:
         leaves, grid_tree = jax.tree.flatten(segment.grid(batch))
 
-        def run(index: Any, *flat: Any, grid_tree: Any = grid_tree) -> Outcome:
+        def run(index: Any, threads: Any, *flat: Any, grid_tree: Any = grid_tree) -> Outcome:
             rows = cut.micro_batch(jax.tree.unflatten(grid_tree, flat), index[0])
-            return micro_fn(index[0] + index[1], rows)
+            extra = () if thread is None else (threads,)
+            return micro_fn(index[0] + index[1], rows, *extra)
 
-        staged = compat.stage(run, (jnp.int32(0), jnp.int32(0)), *leaves)
+        staged = compat.stage(run, (jnp.int32(0), jnp.int32(0)), threads, *leaves)
         reducers = jax.tree.leaves(reducers_fn(staged.out_shape.values))
         if shapes is not None:
             _check_alike(shapes, staged.out_shape.values, reducers)
@@ -72,11 +80,11 @@ def fold(
         keyed = staged.out_shape.key is not None
         body = _Body(staged, leaves, offset, reducers, guarded, keyed)
         if segment.num == 1 and num_real is None:
-            carry, ys = body.once(carry)
+            (carry, threads), ys = body.once(carry, threads)
         else:
             if carry is None:
                 carry = body.empty()
-            carry, ys = body.loop(carry, segment.num, num_real, unroll)
+            (carry, threads), ys = body.loop((carry, threads), segment.num, num_real, unroll)
         emitted.append(ys)
         offset += segment.num
     carried = iter(carry or [])
@@ -84,7 +92,8 @@ def fold(
     results = [
         reducer.gather(next(stacks)) if reducer.emits else next(carried) for reducer in reducers
     ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    combined = jax.tree.unflatten(jax.tree.structure(shapes), results)
+    return combined if thread is None else (combined, threads)
 
 
 def _check_alike(first: Any, second: Any, reducers: Sequence[Reducer]) -> None:
@@ -122,8 +131,9 @@ class _Body(NamedTuple):
     guarded: bool
     keyed: bool
 
-    def _run(self, index: Any) -> "_Result":
-        outs = self.staged(index, jnp.int32(self.offset), *self.leaves)
+    def _run(self, index: Any, threads: list[Any]) -> "_Result":
+        outs = self.staged(index, jnp.int32(self.offset), *threads, *self.leaves)
+        threads = [outs.pop() for _ in threads][::-1]
         key = outs.pop() if self.keyed else None
         keep = outs.pop() if self.guarded else None
         carried = [v for v, r in zip(outs, self.reducers, strict=True) if not r.emits]
@@ -131,7 +141,7 @@ class _Body(NamedTuple):
         reducers = self._carriers()
         if key is not None:
             reducers = [r.keyed(jax.random.fold_in(key, i)) for i, r in enumerate(reducers)]
-        return _Result(carried, reducers, emitted, keep)
+        return _Result(carried, reducers, emitted, keep, threads)
 
     def _carriers(self) -> list[Reducer]:
         return [r for r in self.reducers if not r.emits]
@@ -146,43 +156,45 @@ class _Body(NamedTuple):
             for r, aval in zip(self._carriers(), self._avals(emits=False), strict=True)
         ]
 
-    def once(self, carry: list[Any] | None) -> tuple[list[Any], list[jax.Array]]:
+    def once(self, carry: list[Any] | None, threads: list[Any]) -> tuple[Any, list[jax.Array]]:
         """One micro-batch without a loop."""
-        result = self._run(jnp.int32(0))
+        result = self._run(jnp.int32(0), threads)
         if carry is None and result.keep is None:
             carry = [r.start(v) for r, v in zip(result.reducers, result.carried, strict=True)]
+            state = carry, result.threads
         else:
-            carry = result.fold(self.empty() if carry is None else carry)
-        return carry, [y[None] for y in result.emitted]
+            state = result.fold(self.empty() if carry is None else carry, threads)
+        return state, [y[None] for y in result.emitted]
 
     def loop(
-        self, carry: list[Any], num: int, num_real: Any, unroll: int | bool
-    ) -> tuple[list[Any], list[jax.Array]]:
-        def step(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
-            result = self._run(index)
-            return result.fold(carry), result.emitted
+        self, state: Any, num: int, num_real: Any, unroll: int | bool
+    ) -> tuple[Any, list[jax.Array]]:
+        def step(state: Any, index: Any) -> tuple[Any, list[Any]]:
+            carry, threads = state
+            result = self._run(index, threads)
+            return result.fold(carry, threads), result.emitted
 
         if num_real is None:
-            return lax.scan(step, carry, jnp.arange(num, dtype=jnp.int32), unroll=unroll)
+            return lax.scan(step, state, jnp.arange(num, dtype=jnp.int32), unroll=unroll)
 
         # A trip count that is data cannot be a scan: the same step under `fori_loop`, which
         # writes what a scan would have stacked.
-        def write(index: Any, state: Any) -> Any:
-            carry, buffers = state
+        def write(index: Any, held: Any) -> Any:
+            state, buffers = held
             index = jnp.asarray(index, jnp.int32)
-            carry, emitted = step(carry, index)
+            state, emitted = step(state, index)
             buffers = [
                 lax.dynamic_update_index_in_dim(b, y, index, axis=0)
                 for b, y in zip(buffers, emitted, strict=True)
             ]
-            return carry, buffers
+            return state, buffers
 
         avals = self._avals(emits=True)
         buffers = [
             jnp.broadcast_to(compat.filled(aval, aval.dtype), (num, *aval.shape)) for aval in avals
         ]
         trips = jnp.clip(jnp.asarray(num_real, jnp.int32) - self.offset, 0, num)
-        return lax.fori_loop(0, trips, write, (carry, buffers))
+        return lax.fori_loop(0, trips, write, (state, buffers))
 
 
 class _Result(NamedTuple):
@@ -192,11 +204,16 @@ class _Result(NamedTuple):
     reducers: list[Reducer]
     emitted: list[Any]
     keep: Any
+    threads: list[Any]
 
-    def fold(self, carry: list[Any]) -> list[Any]:
-        """The carry with this micro-step in it."""
+    def fold(self, carry: list[Any], threads: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The carry with this micro-step in it, and what the next one receives."""
         folded = [r.fold(c, v) for r, c, v in zip(self.reducers, carry, self.carried, strict=True)]
         if self.keep is None:
-            return folded
+            return folded, self.threads
         # Selected, not multiplied: a nan in a dropped micro-batch reaches nothing.
-        return jax.tree.map(lambda new, old: jnp.where(self.keep, new, old), folded, carry)
+        return jax.tree.map(
+            lambda new, old: jnp.where(self.keep, new, old),
+            (folded, self.threads),
+            (carry, threads),
+        )

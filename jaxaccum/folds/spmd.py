@@ -13,20 +13,13 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.reducers import reducers_of
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import cut, devices
-from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.bound import Bound
 from jaxaccum.folds.replay import Replay
 from jaxaccum.folds.shards import Shard, shard_of, shards
 
 
-def sums(
-    options: Options,
-    args: Sequence[Any],
-    key: Any,
-    num_real: Any,
-    denominators: Any,
-    loss_scale: Any = None,
-) -> WindowSums:
+def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
     """The window's sums, from each device's own rows of the batch, `args[1]`.
 
     Arguments are whole on each device as far as the axes of `spmd_axis_name` go, except for
@@ -41,6 +34,7 @@ def sums(
     mesh = mesh_of(function, names, args)
     number = int(np.prod([mesh.shape[name] for name in names]))
     _check_rows(function, cut.batch_size(function, args[1]), number, names)
+    num_real = call.num_real
     per_device = np.ndim(num_real) == 1
     if per_device and np.shape(num_real) != (number,):
         raise ValueError(
@@ -56,9 +50,7 @@ def sums(
 
     # What is not an array cannot enter a `shard_map` and is closed over.
     whole: dict[Any, Any] = {p: arg for p, arg in enumerate(args) if p != 1}
-    whole |= {"key": key, "denominators": denominators, "loss_scale": loss_scale}
-    if not per_device:
-        whole["num_real"] = num_real
+    whole |= call._replace(num_real=None if per_device else num_real)._asdict()
     leaves, tree = jax.tree.flatten(list(whole.values()))
     arrays = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
     specs = _specs_of(whole, args, options, own)
@@ -73,11 +65,11 @@ def sums(
         mixed = [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
         named: dict[Any, Any] = dict(zip(whole, jax.tree.unflatten(tree, mixed), strict=True))
         batch, real = sharded
-        real = jnp.asarray(real)[0] if per_device else named.pop("num_real")
-        key, denominators, scale = (named.pop(n) for n in ("key", "denominators", "loss_scale"))
+        own = Given(*[named[name] for name in Given._fields])
+        if per_device:
+            own = own._replace(num_real=jnp.asarray(real)[0])
         named[1] = batch
-        local_args = [named[p] for p in range(len(args))]
-        result = Bound(local, local_args, key, real, scale).sums(denominators)
+        result = Bound(local, [named[p] for p in range(len(args))], own).sums()
         flat, layout["tree"] = jax.tree.flatten(result)
         kinds = layout["kinds"] = _kinds(result, rows, grad_specs)
         layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind is None]

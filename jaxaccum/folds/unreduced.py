@@ -6,7 +6,7 @@ from typing import Any
 from jaxaccum.core import compat
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices, spmd
-from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.bound import Bound
 from jaxaccum.numerics import accumulators
 
@@ -25,6 +25,7 @@ def check(function: str, accumulator: Any, others: dict[str, Any]) -> None:
         "param_specs": others.get("param_specs") is not None,
         "grad_specs": others.get("grad_specs") is not None,
         "axis_name": others.get("axis_name") is not None,
+        "model_state": others.get("model_state") is not None,
         "argnums": others.get("argnums", 0) != 0,
     }
     named = [f"`{name}`" for name, given in refused.items() if given]
@@ -49,9 +50,7 @@ def check_call(function: str, loss_scale: Any) -> None:
         )
 
 
-def sums(
-    options: Options, args: Sequence[Any], key: Any, num_real: Any, denominators: Any
-) -> WindowSums:
+def sums(options: Options, args: Sequence[Any], given: Given) -> WindowSums:
     """The window's sums, from parameters typed `reduced` and gradients typed `unreduced`.
 
     Raises:
@@ -59,6 +58,7 @@ def sums(
         parameters of the `reduced` type.
     """
     function = options.function
+    check_call(function, given.loss_scale)
     names = devices.names_of(function, "spmd_axis_name", options.spmd_axis_name)
     mesh = spmd.mesh_of(function, names, args)
     if not all(compat.is_explicit(mesh, name) for name in names):
@@ -67,7 +67,7 @@ def sums(
             f'{mesh.axis_types} for {mesh.axis_names}. Use reduction="defer".'
         )
     try:
-        return Bound(options, args, key, num_real).sums(denominators)
+        return Bound(options, args, given).sums()
     except Exception as error:
         if not compat.concerns_reduced_types(error) or function in str(error):
             raise

@@ -10,8 +10,9 @@ from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.folds import cut, devices, faults, shards, spmd, unreduced, window_axis
-from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.bound import Bound
+from jaxaccum.folds.model_state import check_policy
 from jaxaccum.numerics import accumulators
 
 
@@ -30,6 +31,7 @@ def accumulate(
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool | Literal["micro_batch", "window"] = False,
     grad_reducers: Any = None,
+    model_state: Literal["sequential", "pooled", "frozen"] | None = None,
     unroll: int | bool = 1,
     noise_scale: bool = False,
     window_axis_name: str | None = None,
@@ -81,6 +83,14 @@ def accumulate(
         it came.
       grad_reducers: for gradient leaves that are not sums (FP8 scaling state): a tree prefix of
         the gradients with `ja.Sum`, `ja.Max`, `ja.Min` or `ja.Last` as leaves.
+      model_state: what the window does to state that the model keeps beside its parameters, such
+        as running batch statistics. `loss_fn` then receives the keyword `model_state` and returns
+        `(loss, new_state)`, with `has_aux` `(loss, (aux, new_state))`. "sequential": each
+        micro-batch updates what the last one left; devices are averaged. "pooled": all start from
+        the same state, and floating leaves become the mean of the new values, weighted by rows (see
+        `ja.Counted`); a leaf `var` beside a leaf `mean` becomes the running variance of the whole
+        window, spread between the micro-batches included; other leaves are the last one's.
+        "frozen": stays as it was.
       unroll: as in `jax.lax.scan`.
       noise_scale: whether the sums also hold what `ja.noise_scale` needs: one scalar and one count
         more, from the gradients that are there anyway. For losses of one term.
@@ -94,10 +104,11 @@ def accumulate(
         for each other.
 
     Returns:
-      `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None)`, which
-      returns `WindowSums`. `key` is a PRNG key, folded with the micro-batch's index, for `loss_fn`
-      and for an accumulator that rounds stochastically. `num_real`, an int that may be traced,
-      runs only the first so many micro-batches without recompilation.
+      `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None,
+      model_state=None)`, which returns `WindowSums`. `key` is a PRNG key, folded with the
+      micro-batch's index, for `loss_fn` and for an accumulator that rounds stochastically.
+      `num_real`, an int that may be traced, runs only the first so many micro-batches without
+      recompilation.
       `denominators`, a number for each loss term, replaces the terms' own. `loss_scale`, a scalar
       that may be traced, multiplies the loss for the backward pass only: gradients come back
       unscaled, each divided by it in float32 before it is added (see `ja.loss_scaling`).
@@ -128,6 +139,7 @@ def accumulate(
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
+        model_state=model_state,
         unroll=unroll,
         noise_scale=noise_scale,
         window_axis_name=window_axis_name,
@@ -142,9 +154,10 @@ def accumulate(
         num_real: Any = None,
         denominators: Any = None,
         loss_scale: Any = None,
+        model_state: Any = None,
     ) -> WindowSums:
-        named = {"denominators": denominators, "loss_scale": loss_scale}
-        return _sums(options, (params, batch, *args), key, num_real, **named)
+        given = Given(key, num_real, denominators, loss_scale, model_state)
+        return _sums(options, (params, batch, *args), given)
 
     return accumulate_fn
 
@@ -164,6 +177,7 @@ def value_and_grad(
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool | Literal["micro_batch", "window"] = False,
     grad_reducers: Any = None,
+    model_state: Literal["sequential", "pooled", "frozen"] | None = None,
     unroll: int | bool = 1,
     window_axis_name: str | None = None,
     window_axis_storage: Literal["store", "recompute"] = "store",
@@ -189,14 +203,17 @@ def value_and_grad(
       accumulator: how the gradient sums are carried.
       skip_nonfinite: whether to leave out micro-batches, or windows, that are not finite.
       grad_reducers: reducers of gradient leaves that are not sums.
+      model_state: what the window does to the model's state.
       unroll: as in `jax.lax.scan`.
       window_axis_name: the name of an axis over which `loss_fn` may use collectives.
       window_axis_storage: "store" or "recompute".
 
     Returns:
-      `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None)`, which
-      returns `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Where the weight of the
-      window is zero the gradients are exactly zero and the loss is nan.
+      `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None,
+      model_state=None)`, which returns `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`;
+      with a policy for it the new model state stands in the place of `aux`, or beside it, as
+      `loss_fn` returns it. Where the weight of the window is zero the gradients are exactly zero
+      and the loss is nan.
 
     Raises:
       TypeError: as `accumulate`.
@@ -224,6 +241,7 @@ def value_and_grad(
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
+        model_state=model_state,
         unroll=unroll,
         window_axis_name=window_axis_name,
         window_axis_storage=window_axis_storage,
@@ -237,15 +255,19 @@ def value_and_grad(
         num_real: Any = None,
         denominators: Any = None,
         loss_scale: Any = None,
+        model_state: Any = None,
     ) -> Any:
         every = (params, batch, *args)
-        named = {"denominators": denominators, "loss_scale": loss_scale}
-        window = finalize(_sums(options, every, key, num_real, **named))
+        given = Given(key, num_real, denominators, loss_scale, model_state)
+        window = finalize(_sums(options, every, given))
         positions = checks.argnums("value_and_grad", argnums, len(every))
         wanted = tuple(every[p] for p in positions)
         wanted = wanted if isinstance(argnums, Sequence) else wanted[0]
         grads = jax.tree.map(_like, window.grads, wanted)
-        return ((window.loss, window.aux) if has_aux else window.loss), grads
+        aux = window.aux
+        if options.model_state is not None:
+            aux = (aux, window.model_state) if has_aux else window.model_state
+        return ((window.loss, aux) if has_aux or options.model_state else window.loss), grads
 
     return value_and_grad_fn
 
@@ -259,6 +281,7 @@ def denominators(
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     window_axis_name: str | None = None,
+    model_state: Literal["sequential", "pooled", "frozen"] | None = None,
 ) -> Callable[..., Any]:
     """Counts the weights of a loss's terms over a batch, without running the model.
 
@@ -273,10 +296,12 @@ def denominators(
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the weights are summed.
       window_axis_name: the name of an axis over which `loss_fn` may use collectives.
+      model_state: as in `accumulate`; the weights must not depend on it.
 
     Returns:
-      `d(params, batch, *args, key=None, num_real=None)`, which returns the summed weights in the
-      tree structure of the loss: int32 where they are integers, float32 or wider elsewhere.
+      `d(params, batch, *args, key=None, num_real=None, model_state=None)`, which returns the summed
+      weights in the tree structure of the loss: int32 where they are integers, float32 or wider
+      elsewhere.
 
     Raises:
       TypeError: as `accumulate`.
@@ -299,32 +324,30 @@ def denominators(
         has_aux=has_aux,
         axis_name=axis_name,
         window_axis_name=window_axis_name,
+        model_state=model_state,
     )
 
     def denominators_fn(
-        params: Any, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+        params: Any,
+        batch: Any,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        model_state: Any = None,
     ) -> Any:
-        bound = Bound(options, (params, batch, *args), key, num_real)
+        given = Given(key, num_real, model_state=model_state)
+        bound = Bound(options, (params, batch, *args), given)
         return jax.tree.unflatten(bound.first_loss().terms, bound.count())
 
     return denominators_fn
 
 
-def _sums(
-    options: Options,
-    args: tuple[Any, ...],
-    key: Any,
-    num_real: Any,
-    *,
-    denominators: Any,
-    loss_scale: Any,
-) -> WindowSums:
+def _sums(options: Options, args: tuple[Any, ...], given: Given) -> WindowSums:
     if options.reduction == "unreduced":
-        unreduced.check_call(options.function, loss_scale)
-        return unreduced.sums(options, args, key, num_real, denominators)
+        return unreduced.sums(options, args, given)
     if options.spmd_axis_name is not None:
-        return spmd.sums(options, args, key, num_real, denominators, loss_scale)
-    return Bound(options, args, key, num_real, loss_scale).sums(denominators)
+        return spmd.sums(options, args, given)
+    return Bound(options, args, given).sums()
 
 
 def _options(
@@ -351,6 +374,7 @@ def _options(
             "for plain `jit`; pass one of them."
         )
     window_axis.check_options(function, others)
+    check_policy(function, others.get("model_state"))
     reduction = shards.check_reduction(function, others.get("reduction", "defer"))
     if reduction == "unreduced":
         unreduced.check(function, accumulator, others)

@@ -34,6 +34,7 @@ def check_options(function: str, options: dict[str, Any]) -> None:
     reasons = {
         "grad_reducers": "a gradient is a sum over stages as well as over micro-batches",
         "noise_scale": "no micro-batch has a gradient of its own",
+        "model_state": "statistics are the window's already; return them in aux, as `ja.Last`",
     }
     for option, reason in reasons.items():
         if options.get(option):

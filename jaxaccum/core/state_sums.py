@@ -1,0 +1,70 @@
+"""A model's state over a window, pooled from its micro-batches: `StateSums`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccum.core import compat
+from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.mean import add, divide, wide
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateSums:
+    """A window's model state before the division; `read` gives the state.
+
+    Attributes:
+      start: the state at the window's start.
+      totals: for each leaf the sum of the micro-batches' new values, each times its count, or the
+        last new value of a leaf that is not a floating number.
+      squares: for each variance the sum of the counts times the second moment about the old mean.
+      decays: for each mean beside a variance and each variance, how much of the old value stays.
+      number: the summed counts; float32.
+      variances: static; the position of each variance among the leaves, with that of its mean.
+    """
+
+    start: Any
+    totals: list[Any]
+    squares: list[Any]
+    decays: dict[int, Any]
+    number: Any
+    variances: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
+
+    def read(self) -> Any:
+        """The state after the window; the one at its start where nothing was counted."""
+        old, tree = jax.tree.flatten(self.start)
+        new = [
+            divide(total, self.number, empty=0.0) if is_inexact(leaf) else total
+            for leaf, total in zip(old, self.totals, strict=True)
+        ]
+        for (variance, mean), square in zip(self.variances, self.squares, strict=True):
+            center = jnp.asarray(old[mean], new[mean].dtype)
+            distance = statistic(self.decays[mean], center, new[mean]) - center
+            pooled = divide(square, self.number, empty=0.0) - distance**2
+            stays = self.decays[variance]
+            new[variance] = stays * old[variance] + (1 - stays) * jnp.maximum(pooled, 0)
+        empty = jnp.asarray(self.number) == 0
+        kept = [jnp.where(empty, a, b.astype(a.dtype)) for a, b in zip(old, new, strict=True)]
+        return jax.tree.unflatten(tree, kept)
+
+    def merge(self, other: "StateSums") -> "StateSums":
+        """The state of two windows' micro-batches as one, both from the same start."""
+        leaves = jax.tree.leaves(self.start)
+        totals = [
+            add(a, b) if is_inexact(leaf) else b
+            for leaf, a, b in zip(leaves, self.totals, other.totals, strict=True)
+        ]
+        squares = [add(a, b) for a, b in zip(self.squares, other.squares, strict=True)]
+        return dataclasses.replace(
+            self, totals=totals, squares=squares, number=add(self.number, other.number)
+        )
+
+
+def statistic(stays: Any, old: Any, new: Any) -> jax.Array:
+    """A batch's own statistic, from the exponential average `new` that it was folded into."""
+    dtype = compat.promote(wide(jnp.asarray(new).dtype), jnp.float32)
+    stays, old, new = (jnp.asarray(x, dtype) for x in (stays, old, new))
+    return divide(new - stays * old, 1 - stays, empty=0.0)

@@ -1,0 +1,247 @@
+"""State that a model keeps beside its parameters (batch statistics), over one window."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccum.core import checks, compat
+from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.mean import wide
+from jaxaccum.core.reducers import Addition, Latest, Reducer
+from jaxaccum.core.state_sums import StateSums, statistic
+from jaxaccum.folds import devices
+
+POLICIES = ("sequential", "pooled", "frozen")
+_CHOICES = (
+    '"sequential" (each micro-batch updates what the last one left), "pooled" (one update from the '
+    'statistics of the whole window) or "frozen" (no update)'
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Counted:
+    """A model state with the number of entries (rows, pixels, tokens) that its statistics hold.
+
+    For `model_state="pooled"` where micro-batches have padding: return
+    `Counted(new_state, jnp.sum(mask))` instead of `new_state`, or every row counts the same.
+
+    Attributes:
+      state: the new state.
+      count: a real scalar; entries that went into the statistics.
+    """
+
+    state: Any
+    count: Any
+
+
+class ModelState:
+    """The state of one call, and how micro-batches change it."""
+
+    def __init__(
+        self,
+        function: str,
+        policy: str,
+        state: Any,
+        varied: frozenset[str],
+        axes: tuple[str, ...],
+    ):
+        checks.arrays(
+            function, state, name="model_state", remedy="Keep only arrays in the model's state."
+        )
+        self.function, self.policy, self.axes = function, policy, axes
+        self.start = jax.tree.map(jnp.asarray, state)
+        paths, self.tree = jax.tree_util.tree_flatten_with_path(self.start)
+        self.leaves = [devices.vary(leaf, varied) for _, leaf in paths]
+        self.variances = _pair([path for path, _ in paths]) if policy == "pooled" else ()
+        self.stays: dict[int, Any] = {}
+
+    @property
+    def threads(self) -> bool:
+        """Whether each micro-batch starts from what the one before it left."""
+        return self.policy == "sequential"
+
+    @property
+    def pools(self) -> bool:
+        """Whether the micro-batches' statistics are summed."""
+        return self.policy == "pooled"
+
+    def call(
+        self, loss_fn: Any, args: Sequence[Any], named: Any, leaves: Sequence[Any], has_aux: bool
+    ) -> Any:
+        """The loss function's loss, and beside it its auxiliary outputs, new state and count."""
+        state = jax.tree.unflatten(self.tree, leaves)
+        loss, *others = self._unpack(loss_fn(*args, **named, model_state=state), has_aux)
+        return loss, tuple(others)
+
+    def _unpack(self, out: Any, has_aux: bool) -> tuple[Any, Any, list[Any], Any]:
+        """A loss function's `(loss, state)` or `(loss, (aux, state))`: loss, aux, state, count.
+
+        Raises:
+          TypeError: it returned something else.
+          ValueError: the state has another structure or shape than the one it was given.
+        """
+        shape = "(loss, (aux, state))" if has_aux else "(loss, state)"
+        inner = out[1] if isinstance(out, tuple) and len(out) == 2 else None
+        if inner is None or (has_aux and not (isinstance(inner, tuple) and len(inner) == 2)):
+            raise TypeError(
+                f"{self.function}: with `model_state` the loss function must return `{shape}`, got "
+                f"{checks.describe(out)}."
+            )
+        aux, state = inner if has_aux else (None, inner)
+        count = None
+        if isinstance(state, Counted):
+            state, count = state.state, state.count
+        remedy = "Return the state in the structure in which `model_state=` came in."
+        checks.same_structure(self.function, "model_state", state, self.start, remedy=remedy)
+        leaves = [
+            jnp.asarray(new).astype(old.dtype)
+            for new, old in zip(jax.tree.leaves(state), self.leaves, strict=True)
+        ]
+        return out[0], aux, leaves, count
+
+    def contribution(self, new: Sequence[Any], count: Any) -> list[Any]:
+        """What one micro-batch adds: counted values, second moments, its count."""
+        number = jnp.asarray(count, jnp.float32)
+        totals = [_times(number, x) if is_inexact(x) else x for x in new]
+        squares = []
+        for variance, mean in self.variances:
+            center = self.leaves[mean]
+            spread = statistic(self.stays[variance], self.leaves[variance], new[variance])
+            distance = statistic(self.stays[mean], center, new[mean]) - center
+            squares.append(_times(number, spread + distance**2))
+        return [*totals, *squares, number]
+
+    def of_device(self, last: Sequence[Any], number: Any) -> list[Any]:
+        """What a device adds whose micro-batches have updated the state one after the other."""
+        if not self.axes:
+            return list(last)
+        number = jnp.asarray(number, jnp.float32)
+        return [*[_times(number, x) if is_inexact(x) else x for x in last], number]
+
+    def reducers(self) -> list[Reducer]:
+        """How the entries of a contribution, or of devices, are combined."""
+        if self.policy == "frozen":
+            return []
+        if self.threads and not self.axes:
+            return [Latest() for _ in self.leaves]
+        totals = [Addition() if is_inexact(x) else Latest() for x in self.leaves]
+        return [*totals, *[Addition()] * (len(self.variances) + 1)]
+
+    def sums(self, combined: Any) -> Any:
+        """The state after the window; for the policy "pooled" its undivided sums."""
+        if self.policy == "frozen":
+            return self.start
+        n = len(self.leaves)
+        if self.threads and not self.axes:
+            return jax.tree.unflatten(self.tree, combined)
+        pooled = StateSums(
+            start=self.start,
+            totals=list(combined[:n]),
+            squares=list(combined[n:-1]),
+            decays=self.stays,
+            number=combined[-1],
+            variances=self.variances,
+        )
+        return pooled.read() if self.threads else pooled
+
+    def untouched(self, sums: Any) -> Any:
+        """What `sums` would be for a window without micro-batches."""
+        if not isinstance(sums, StateSums):
+            return self.start
+        return dataclasses.replace(
+            sums,
+            totals=jax.tree.map(jnp.zeros_like, sums.totals),
+            squares=jax.tree.map(jnp.zeros_like, sums.squares),
+            number=jnp.zeros_like(sums.number),
+        )
+
+    def find_decays(self, program: compat.Staged, flat: Sequence[Any]) -> None:
+        """Finds how much of the old value stays in each mean and variance that is pooled.
+
+        The derivative of the new value in the old one, which for an exponential average is its
+        momentum and depends on nothing else.
+
+        Args:
+          program: from flat inputs to outputs, of which the last ones are the new state.
+          flat: the inputs for one micro-batch, of which the last ones are the state.
+        """
+        wanted = sorted({i for pair in self.variances for i in pair})
+        if not wanted:
+            return
+        n = len(self.leaves)
+        first = len(flat) - n
+
+        # The last outputs are the new state, and its count if there is one.
+        new = len(program.closed.out_avals) - len(jax.tree.leaves(program.out_shape[2][1:]))
+
+        def tangents(*inputs: Any) -> list[Any]:
+            def outputs(*state: Any) -> list[Any]:
+                full = list(inputs)
+                for i, x in zip(wanted, state, strict=True):
+                    full[first + i] = x
+                outs = program(*full)
+                return [outs[new + i] for i in wanted]
+
+            old = tuple(inputs[first + i] for i in wanted)
+            return jax.jvp(outputs, old, tuple(map(jnp.ones_like, old)))[1]
+
+        staged = compat.stage(tangents, *flat)
+        pruned, used = compat.prune(staged, [True] * len(wanted), [False] * len(flat))
+        if any(used[:first]):
+            raise ValueError(
+                f'{self.function}: `model_state="pooled"` needs running means and variances that '
+                "are exponential averages of a batch's own, but here an update depends on data in "
+                'another way. Use "sequential", or normalise over the window with '
+                "`window_axis_name`."
+            )
+        found = pruned(*[x for x, u in zip(flat, used, strict=True) if u])
+        # A momentum that is a constant is the same on every device by its type.
+        over = [tuple(compat.varying_axes(x) & set(self.axes)) for x in found]
+        found = [jax.lax.pmax(x, names) if names else x for x, names in zip(found, over)]
+        self.stays = dict(zip(wanted, found, strict=True))
+
+
+def check_policy(function: str, policy: Any) -> str | None:
+    """`model_state` of the factory: one of the policies, or `None`."""
+    if policy is None or policy in POLICIES:
+        return policy
+    raise ValueError(f"{function}: `model_state` must be {_CHOICES}, got {policy!r}.")
+
+
+def check_given(function: str, policy: str | None, state: Any) -> None:
+    """Requires a state exactly where there is a policy for it."""
+    if policy is None and state is not None:
+        raise TypeError(
+            f"{function}: a model state was given, but what a window does to it was not said. Pass "
+            f"`model_state=` to `{function}`: {_CHOICES}."
+        )
+    if policy is not None and state is None:
+        raise TypeError(
+            f'{function}: made with `model_state="{policy}"`, it needs the state itself: pass '
+            "`model_state=state` to the call."
+        )
+
+
+def _times(number: jax.Array, value: Any) -> jax.Array:
+    """`number * value`, and zero where the number is: statistics of nothing are nan."""
+    value = jnp.asarray(value, wide(value.dtype))
+    return jnp.where(number == 0, jnp.zeros_like(value), number.astype(value.dtype) * value)
+
+
+def _pair(paths: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """The positions of each leaf named `var` and of the leaf `mean` beside it."""
+    names = [tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path) for path in paths]
+    places = {name: i for i, name in enumerate(names)}
+
+    def sibling(name: tuple[str, ...]) -> int | None:
+        for i in reversed(range(len(name))):
+            if name[i] == "var":
+                return places.get((*name[:i], "mean", *name[i + 1 :]))
+        return None
+
+    found = [(i, sibling(name)) for i, name in enumerate(names)]
+    return tuple((i, mean) for i, mean in found if mean is not None)
