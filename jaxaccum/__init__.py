@@ -26,7 +26,7 @@ from jaxaccum.folds.cut import split as split
 from jaxaccum.folds.microbatch import microbatch as microbatch
 from jaxaccum.folds.model_state import Counted as Counted
 from jaxaccum.folds.stream import multi_steps as multi_steps
-from jaxaccum.folds.stream import until_weight as until_weight
+from jaxaccum.folds.stream_length import until_weight as until_weight
 from jaxaccum.folds.stream_state import MultiStepsState as MultiStepsState
 from jaxaccum.folds.stream_state import flush as flush
 from jaxaccum.folds.stream_state import has_updated as has_updated
@@ -34,6 +34,7 @@ from jaxaccum.folds.stream_state import state_specs as state_specs
 from jaxaccum.folds.window import accumulate as accumulate
 from jaxaccum.folds.window import denominators as denominators
 from jaxaccum.folds.window import value_and_grad as value_and_grad
+from jaxaccum.health import check_healthy as check_healthy
 from jaxaccum.numerics import accumulators as accumulators
 from jaxaccum.numerics import loss_scaling as loss_scaling
 from jaxaccum.planning import WindowPlan as WindowPlan

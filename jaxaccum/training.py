@@ -11,11 +11,12 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import finalize
 from jaxaccum.diagnostics.noise import NoiseScale, noise_scale
-from jaxaccum.folds.handover import count_if, find_homes, hand_over, own_buffer
+from jaxaccum.folds import faults
+from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.inner import in_one_precision
 from jaxaccum.folds.stream_state import find_states
 from jaxaccum.folds.window import accumulate
-from jaxaccum.numerics import accumulators, weights
+from jaxaccum.numerics import accumulators, loss_scaling, weights
 
 
 class StepState(NamedTuple):
@@ -25,11 +26,22 @@ class StepState(NamedTuple):
       optimizer_step: how many optimizer steps were applied; int32 scalar.
       weight_seen_carry: the weight of all windows so far, as an exact pair of floats.
       inner_state: the state of the optimizer.
+      num_skipped: the micro-batches that were left out so far; int32 scalar.
+      num_dropped: the windows that were left out so far, not one of their micro-batches being
+        finite, or after `diverged`; int32 scalar.
+      num_bad_in_row: windows left out in a row; int32 scalar.
+      diverged: whether `max_bad_windows` was reached; it stays so. Boolean scalar.
+      loss_scale: the `LossScaleState`; `None` without a loss scale.
     """
 
     optimizer_step: jax.Array
     weight_seen_carry: accumulators.Compensated
     inner_state: Any
+    num_skipped: jax.Array
+    num_dropped: jax.Array
+    num_bad_in_row: jax.Array
+    diverged: jax.Array
+    loss_scale: loss_scaling.LossScaleState | None = None
 
 
 class StepInfo(NamedTuple):
@@ -46,6 +58,12 @@ class StepInfo(NamedTuple):
       weight_seen_carry: see `tokens_seen`.
       aux: the combined auxiliary outputs; `None` without `has_aux`.
       noise_scale: the window's `NoiseScale`; `None` without `noise_scale=True`.
+      num_dropped: as in `StepState`, as are the next two.
+      num_bad_in_row: windows left out in a row.
+      diverged: whether `max_bad_windows` was reached.
+      loss_scale: the scale of this window; `None` without a loss scale.
+      overflowed: whether any of its micro-batches was not finite, so that the scale shrinks;
+        `None` without a loss scale.
     """
 
     loss: jax.Array
@@ -58,6 +76,11 @@ class StepInfo(NamedTuple):
     weight_seen_carry: accumulators.Compensated
     aux: Any = None
     noise_scale: NoiseScale | None = None
+    num_dropped: Any = None
+    num_bad_in_row: Any = None
+    diverged: Any = None
+    loss_scale: Any = None
+    overflowed: Any = None
 
     @property
     def tokens_seen(self) -> Any:
@@ -85,6 +108,8 @@ def train_step(
     optimizer: optax.GradientTransformation,
     *,
     donate: bool = True,
+    max_bad_windows: int | None = None,
+    loss_scale: loss_scaling.LossScale | None = None,
     **window_options: Any,
 ) -> TrainStep:
     """A jitted training step: one window, one division, one optimizer step.
@@ -99,6 +124,12 @@ def train_step(
         loss) and `grad`.
       donate: whether the step takes over the buffers of `params` and `state`, which then must not
         be used again. Halves the memory that they need.
+      max_bad_windows: how many windows in a row may be left out whole, for what is not finite,
+        before `state.diverged` is set and no optimizer step is applied any more.
+      loss_scale: from `ja.loss_scaling`, for float16: the loss is scaled, each micro-batch's
+        gradient unscaled in float32 before it is added, and the scale changed once per window.
+        Implies `skip_nonfinite="window"` where nothing else is chosen; with `True` an overflowed
+        micro-batch leaves with its tokens.
       **window_options: the keywords of `ja.accumulate`, `num_microbatches` or `microbatch_size`
         among them.
 
@@ -125,6 +156,11 @@ def train_step(
     if argnums != 0:
         raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
     has_aux = window_options.get("has_aux", False)
+    loss_scale = loss_scaling.checked("train_step", loss_scale)
+    skips = faults.policy("train_step", window_options.get("skip_nonfinite", False))
+    if loss_scale is not None and skips is None:
+        skips = window_options["skip_nonfinite"] = faults.WINDOW
+    limit = faults.limit("train_step", max_bad_windows, skips)
     accumulate_fn = accumulate(loss_fn, **window_options)
 
     def init_fn(params: Any) -> StepState:
@@ -140,12 +176,25 @@ def train_step(
             weights.zero(),
             # Some optimizers keep the parameters themselves: donating both would free them twice.
             jax.tree.map(own_buffer, inner_state),
+            num_skipped=jnp.zeros((), jnp.int32),
+            num_dropped=jnp.zeros((), jnp.int32),
+            num_bad_in_row=jnp.zeros((), jnp.int32),
+            diverged=jnp.zeros((), jnp.bool_),
+            loss_scale=None if loss_scale is None else loss_scale.init(),
         )
 
     def step_fn(
         params: Any, state: StepState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
     ) -> tuple[Any, StepState, StepInfo]:
-        window_sums = accumulate_fn(params, batch, *args, key=key, num_real=num_real)
+        if (state.loss_scale is None) != (loss_scale is None):
+            raise ValueError(
+                "train_step: `state` and this step differ in whether they have a `loss_scale`. Put "
+                "`loss_scale.init()`, or `None`, in its place with `state._replace`."
+            )
+        scale = None if state.loss_scale is None else state.loss_scale.scale
+        window_sums = accumulate_fn(
+            params, batch, *args, key=key, num_real=num_real, loss_scale=scale
+        )
         noise = None if window_sums.noise is None else noise_scale(window_sums)
         window = finalize(window_sums)
         trainable = _trainable(params)
@@ -159,6 +208,15 @@ def train_step(
             bigger = weights.reaches(other, largest)
             largest = jax.tree.map(lambda a, b, c=bigger: jnp.where(c, a, b), other, largest)
         applying = ~jnp.stack([weights.is_zero(w) for w in counted]).all()
+        bad = (window.num_microbatches == 0) & (window.num_skipped > 0)
+        dropped, diverged = bad, state.diverged
+        if limit is not None:
+            dropped = bad | (applying & state.diverged)
+            applying = applying & ~state.diverged
+        in_row = jnp.where(applying, 0, count_if(state.num_bad_in_row, bad))
+        if limit is not None:
+            diverged = diverged | (in_row >= limit)
+        overflowed = window.num_skipped > 0
 
         offering = True
 
@@ -166,7 +224,7 @@ def train_step(
             loss, params = operands
             tree = jax.tree.unflatten(jax.tree.structure(grads), sums)
             offered = {"value": loss, "grad": tree} if offering else {}
-            return *inner.update(tree, inner_state, params, **offered), True
+            return *inner.update(tree, inner_state, params, **offered), APPLIED
 
         def types_of_updates() -> Any:
             # They are those that the updates have for gradients in the parameters' own types.
@@ -201,6 +259,13 @@ def train_step(
             count_if(state.optimizer_step, applying),
             weights.add(state.weight_seen_carry, largest),
             inner_state,
+            num_skipped=count_if(state.num_skipped, overflowed, window.num_skipped),
+            num_dropped=count_if(state.num_dropped, dropped),
+            num_bad_in_row=in_row,
+            diverged=diverged,
+            loss_scale=None
+            if loss_scale is None or state.loss_scale is None
+            else loss_scale.update(state.loss_scale, overflowed),
         )
         info = StepInfo(
             loss=window.loss,
@@ -213,6 +278,11 @@ def train_step(
             weight_seen_carry=jax.tree.map(jnp.copy, new_state.weight_seen_carry),
             aux=window.aux if has_aux else None,
             noise_scale=noise,
+            num_dropped=new_state.num_dropped,
+            num_bad_in_row=new_state.num_bad_in_row,
+            diverged=new_state.diverged,
+            loss_scale=None if scale is None else jnp.copy(scale),
+            overflowed=None if scale is None else overflowed,
         )
         return new_params, new_state, info
 

@@ -23,6 +23,10 @@ REGISTRY = {
     "scheduled": lambda: ja.multi_steps(MOMENTUM(), lambda step: 1 + step % 2),
     "until_weight": lambda: ja.multi_steps(MOMENTUM(), ja.until_weight(4)),
     "skipping": lambda: ja.multi_steps(MOMENTUM(), 2, skip_nonfinite=True),
+    "dropping": lambda: ja.multi_steps(MOMENTUM(), 2, skip_nonfinite="window", max_bad_windows=3),
+    "loss scale": lambda: ja.multi_steps(
+        MOMENTUM(), 2, skip_nonfinite=True, loss_scale=ja.loss_scaling.dynamic(growth_interval=2)
+    ),
     "sums": lambda: ja.multi_steps(MOMENTUM(), 2, normalize=False),
     "compensated": lambda: ja.multi_steps(MOMENTUM(), 2, accumulator=ja.accumulators.compensated()),
     "adamw": lambda: ja.multi_steps(optax.adamw(0.5), 2),
@@ -31,7 +35,16 @@ REGISTRY = {
 }
 # Their own arithmetic is rounded differently by each compilation.
 INEXACT = {"adamw", "schedule_free"}
-QUICK = {"momentum", "window of one", "until_weight", "skipping", "compensated", "schedule_free"}
+QUICK = {
+    "momentum",
+    "window of one",
+    "until_weight",
+    "skipping",
+    "dropping",
+    "loss scale",
+    "compensated",
+    "schedule_free",
+}
 WEIGHTS = [2, 2, 1, 3]
 
 
@@ -239,4 +252,8 @@ def test_the_fields_and_their_order_are_public():
         "grad_carry",
         "mean_args",
         "inner_state",
+        "num_dropped",
+        "num_bad_in_row",
+        "diverged",
+        "loss_scale",
     )

@@ -236,3 +236,264 @@ def test_one_devices_nan_drops_the_window_everywhere(axis, reduction):
         np.testing.assert_array_equal(sums.grads, np.full(4, 0 if bad else 8))
         want = (0, 0, 8) if bad else (8, 8, 0)
         assert (sums.weight, sums.num_microbatches, sums.num_skipped) == want
+
+
+# Windows that are dropped, over many calls.
+
+
+def feed(tx, values, *, state=None, params=None, jit=True, **named):
+    """Streams gradients; returns the parameters, the state, and every state on the way."""
+    params = jnp.float32(0) if params is None else params
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update) if jit else tx.update
+    states = []
+    for value in values:
+        updates, state = update(jnp.float32(value), state, params, **named)
+        params = optax.apply_updates(params, updates)
+        states.append(state)
+    return params, state, states
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("position", [0, 2])
+@pytest.mark.parametrize("kind", [None, ja.accumulators.compensated(), ja.accumulators.chunked()])
+def test_a_streams_bad_window_is_dropped(bad, position, kind):
+    tx = ja.multi_steps(optax.adam(0.5), 3, skip_nonfinite="window", accumulator=kind)
+    values = [1, 2, 3]
+    values[position] = bad
+    params, state, _ = feed(tx, values)
+    fresh = tx.init(jnp.float32(0))
+    assert params == 0
+    assert (state.num_dropped, state.num_skipped, state.num_bad_in_row) == (1, 3, 1)
+    assert (state.optimizer_step, state.num_empty, state.micro_step) == (0, 0, 0)
+    assert not ja.has_updated(state)
+    # The window after it is that of a run that never saw the bad one.
+    after, state, _ = feed(tx, [4, 5, 9], state=state)
+    want, clean, _ = feed(tx, [4, 5, 9], state=fresh)
+    assert after == want
+    assert (state.num_bad_in_row, state.num_dropped, state.optimizer_step) == (0, 1, 1)
+    for a, b in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(clean.inner_state)):
+        assert a == b
+
+
+def test_a_bad_weight_or_mean_drops_the_window_too():
+    tx = ja.multi_steps(optax.sgd(1.0), 2, skip_nonfinite="window")
+    state = tx.init(jnp.float32(0))
+    for named in ({"weight": NAN}, {}, {"value": ja.Mean(NAN, 1)}, {"value": ja.Mean(1.0, 1)}):
+        updates, state = tx.update(jnp.float32(1), state, jnp.float32(0), **named)
+        assert updates == 0
+    assert (state.num_dropped, state.optimizer_step) == (2, 0)
+
+
+def test_flush_drops_a_bad_window():
+    tx = ja.multi_steps(optax.sgd(1.0), 4, skip_nonfinite="window")
+    _, state, _ = feed(tx, [1, NAN])
+    updates, state = jax.jit(lambda s, p: ja.flush(tx, s, p))(state, jnp.float32(0))
+    assert updates == 0
+    assert (state.num_dropped, state.micro_step, state.optimizer_step) == (1, 0, 0)
+
+
+def test_dropping_costs_nothing_between_windows():
+    """All that looks for what is not finite stands in the branch that closes a window."""
+    tx = ja.multi_steps(optax.sgd(1.0), 4, skip_nonfinite="window")
+    params = jnp.ones((3, 3))
+    program = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    assert "is_finite" in str(program)
+    shapes = [e.outvars[0].aval.shape for e in program.eqns if e.primitive.name == "is_finite"]
+    assert (3, 3) not in shapes
+
+
+def test_diverged_after_windows_in_a_row():
+    tx = ja.multi_steps(optax.sgd(1.0), 2, skip_nonfinite="window", max_bad_windows=2)
+    values = [NAN, 1, 1, 1, 1, NAN, NAN, NAN, 1, 1, 1, 1]
+    params, state, states = feed(tx, values)
+    assert [int(s.num_bad_in_row) for s in states] == [0, 1, 1, 0, 0, 1, 1, 2, 2, 2, 2, 2]
+    assert [bool(s.diverged) for s in states] == [False] * 7 + [True] * 5
+    assert (params, state.optimizer_step, state.num_dropped) == (-1, 1, 5)
+    with pytest.raises(FloatingPointError, match=r"diverged: 2 bad in a row, 5 windows dropped"):
+        ja.check_healthy({"state": (state,)})
+    ja.check_healthy(states[3])
+
+
+def test_diverged_after_micro_steps_that_would_have_made_windows():
+    """Where micro-steps are skipped, a run of nothing but nan closes no window at all."""
+    tx = ja.multi_steps(optax.sgd(1.0), 3, skip_nonfinite=True, max_bad_windows=2)
+    _, state, states = feed(tx, [1, *[NAN] * 5, 1, *[NAN] * 6, 1, 1, 1])
+    assert [int(s.num_bad_in_row) for s in states[:8]] == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert [bool(s.diverged) for s in states].index(True) == 12
+    assert (state.optimizer_step, state.num_skipped) == (0, 11)
+    assert state.diverged
+
+
+def test_with_a_target_each_skipped_micro_step_is_a_bad_window():
+    tx = ja.multi_steps(optax.sgd(1.0), ja.until_weight(3), skip_nonfinite=True, max_bad_windows=2)
+    _, state, _ = feed(tx, [NAN, 1, NAN])
+    assert not state.diverged
+    _, state, _ = feed(tx, [NAN], state=state)
+    assert state.diverged
+
+
+def test_after_divergence_nothing_changes_the_parameters():
+    tx = ja.multi_steps(optax.adam(0.5), 2, skip_nonfinite="window", max_bad_windows=1)
+    _, state, _ = feed(tx, [NAN, 1])
+    held = jax.tree.map(np.asarray, state.inner_state)
+    params, state, _ = feed(tx, [1, 2, 3], state=state)
+    updates, state = ja.flush(tx, state, params)
+    assert (params, updates) == (0, 0)
+    for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(state.inner_state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (state.num_dropped, state.num_skipped, state.num_empty) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("make", [
+    lambda **o: ja.multi_steps(optax.sgd(1.0), 2, **o),
+    lambda **o: ja.train_step(linear, optax.sgd(1.0), num_microbatches=1, **o),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_bad_windows": 2}, "pass `skip_nonfinite="),
+        ({"max_bad_windows": 0, "skip_nonfinite": True}, "`max_bad_windows` must be at least 1"),
+        ({"max_bad_windows": 1.5, "skip_nonfinite": True}, "`max_bad_windows` must be a static"),
+        ({"skip_nonfinite": "all"}, "`skip_nonfinite` must be"),
+        ({"loss_scale": 1024.0}, r"`loss_scale` must come from `ja.loss_scaling`"),
+    ],
+)
+def test_wrong_options_are_refused(make, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("policy", [True, "window"])
+def test_all_devices_decide_alike(policy):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = ja.multi_steps(
+        optax.sgd(1.0), 2, axis_name="data", skip_nonfinite=policy, max_bad_windows=1
+    )
+    with jax.set_mesh(mesh):
+        state = tx.init(jnp.float32(0))
+    specs = ja.state_specs(state, "data")
+
+    def step(grads, state):
+        updates, state = tx.update(grads[0], state, jnp.float32(0))
+        return updates, state
+
+    step = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs))
+    )
+    rows = [[1, 2, 3, 4], [1, 1, NAN, 1], [5, 5, 5, 5], [1, 1, 1, 1]]
+    seen = []
+    for row in rows:
+        updates, state = step(jnp.asarray(row, jnp.float32), state)
+        seen.append(float(updates))
+    if policy == "window":
+        assert seen == [0, 0, 0, 0]
+        assert (state.num_dropped, state.diverged, state.optimizer_step) == (2, True, 0)
+    else:
+        assert seen == [0, 0, -(10 + 20) / 8, 0]
+        assert (state.num_skipped, state.diverged, state.micro_step) == (1, False, 1)
+
+
+# What a training step records.
+
+
+def nan_step(**options):
+    init, step = ja.train_step(linear, optax.sgd(1.0), num_microbatches=2, donate=False, **options)
+    w = jnp.float32(0)
+    return w, init(w), step
+
+
+@pytest.mark.parametrize("policy", [True, "window"])
+def test_a_training_step_counts_its_bad_windows(policy):
+    w, state, step = nan_step(skip_nonfinite=policy, max_bad_windows=2)
+    windows = [(1, 3), (NAN, NAN), (2, 2), (NAN, NAN), (NAN, NAN), (1, 1)]
+    infos = []
+    for window in windows:
+        w, state, info = step(w, state, strided(*window))
+        infos.append(info)
+    assert [int(i.num_bad_in_row) for i in infos] == [0, 1, 0, 1, 2, 2]
+    assert [bool(i.updated) for i in infos] == [True, False, True, False, False, False]
+    assert (w, state.optimizer_step, state.num_dropped, state.num_skipped) == (-4, 2, 4, 6)
+    assert [bool(i.diverged) for i in infos] == [False] * 4 + [True] * 2
+    ja.check_healthy(infos[1])
+    for record in (infos[4], infos[5], state, [state, infos[0]]):
+        with pytest.raises(FloatingPointError, match="has diverged: 2 bad in a row"):
+            ja.check_healthy(record)
+
+
+def test_one_bad_micro_batch_drops_a_step_or_shortens_it():
+    w, state, step = nan_step(skip_nonfinite="window")
+    after, _, info = step(w, state, strided(5, NAN))
+    assert (after, info.num_skipped, info.num_dropped, info.updated) == (0, 2, 1, False)
+    w, state, step = nan_step(skip_nonfinite=True)
+    after, _, info = step(w, state, strided(5, NAN))
+    assert (after, info.num_skipped, info.num_dropped, info.updated) == (-5, 1, 0, True)
+
+
+def test_without_a_policy_the_record_tells():
+    w, state, step = nan_step()
+    _, _, info = step(w, state, strided(5, NAN))
+    with pytest.raises(FloatingPointError, match=r"`loss` of `StepInfo` is nan, and nothing"):
+        ja.check_healthy(info)
+    _, _, info = step(w, state, strided(5, 1))
+    ja.check_healthy(info)
+
+
+def test_check_healthy_of_windows():
+    f = ja.accumulate(linear, num_microbatches=2, skip_nonfinite=True)
+    window = ja.finalize(f(1.0, strided(1, NAN)))
+    ja.check_healthy(window)
+    ja.check_healthy(window, max_skipped=1)
+    with pytest.raises(FloatingPointError, match="more than 0 micro-batches left out: 1 skipped"):
+        ja.check_healthy(window, max_skipped=0)
+    empty = ja.finalize(f(1.0, strided(NAN, NAN)))
+    ja.check_healthy(empty)  # nothing was counted, so its loss is nan by definition
+    lost = ja.accumulate(constant_weight(np.int32(2**30)), num_microbatches=2)
+    with pytest.raises(FloatingPointError, match="did not fit into int32"):
+        ja.check_healthy(ja.finalize(lost(1.0, strided(1, 1))))
+
+
+def test_check_healthy_needs_something_to_check():
+    with pytest.raises(ValueError, match="`record` must hold a `StepInfo`"):
+        ja.check_healthy({"loss": 1.0})
+    with pytest.raises(TypeError, match="is traced"):
+        jax.jit(ja.check_healthy)(ja.multi_steps(optax.sgd(1.0), 2).init(1.0))
+
+
+# Two smaller gaps.
+
+
+def spy(received):
+    def update(updates, state, params=None, **extra):
+        received.append(extra)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+
+
+def test_a_mean_that_the_closing_call_leaves_out_is_forwarded():
+    received = []
+    tx = ja.multi_steps(spy(received), 2)
+    state = tx.init(jnp.float32(0))
+    _, state = tx.update(jnp.float32(1), state, value=ja.Mean(6.0, 3))
+    _, state = tx.update(jnp.float32(1), state)
+    plain = ja.multi_steps(
+        optax.GradientTransformationExtraArgs(
+            lambda p: jnp.float32(0), lambda g, s, p=None, *, value=0.0, **_: (g, s + value)
+        ),
+        2,
+    )
+    state = plain.init(jnp.float32(0))
+    _, state = plain.update(jnp.float32(1), state, value=ja.Mean(6.0, 3))
+    _, state = plain.update(jnp.float32(1), state)
+    assert state.inner_state == 2
+    assert "value" in received[-1]
+
+
+def test_a_full_counter_stays():
+    tx = ja.multi_steps(optax.sgd(1.0), ja.until_weight(2.0**40), skip_nonfinite=True)
+    state = tx.init(jnp.float32(0))
+    full = jnp.int32(LARGEST)
+    state = state._replace(micro_step=full, num_skipped=full, num_bad_in_row=full)
+    _, state, _ = feed(tx, [1, NAN], state=state)
+    assert (state.micro_step, state.num_skipped) == (LARGEST, LARGEST)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxaccum as ja
@@ -244,3 +245,144 @@ def test_unscale_leaves_integers_alone():
     np.testing.assert_array_equal(true["w"], [2, 4])
     assert true["w"].dtype == jnp.float32
     assert (true["steps"], true["none"]) == (3, None)
+
+
+# A training step.
+
+
+def train(batches, *, policy=False, rate=1.0, **scaling):
+    init, step = ja.train_step(
+        linear,
+        optax.sgd(rate),
+        num_microbatches=4,
+        skip_nonfinite=policy,
+        loss_scale=loss_scaling.dynamic(**scaling),
+    )
+    w = half(0)[0]
+    state, infos = init(w), []
+    for batch in batches:
+        w, state, info = step(w, state, strided(half(*batch), 4))
+        infos.append(info)
+    return w, state, infos
+
+
+GOOD = [1, 1, 2, 2, 3, 3, 4, 4]
+ONE_BAD = [1, 1, 64, 64, 2, 2, 3, 3]  # from the scale 2**9 on: (64 + 64) * 2**9 > 65504
+ALL_LARGE = [64] * 8
+
+
+@pytest.mark.parametrize("policy", [False, True, "window"])
+def test_case_20_the_scale_halves_once_per_window(policy):
+    options = {"initial": 2.0**9, "growth_interval": 2}
+    w, state, infos = train([GOOD, ONE_BAD, ALL_LARGE, GOOD, GOOD, GOOD], policy=policy, **options)
+    assert [float(i.loss_scale) for i in infos] == [512, 512, 256, 256, 512, 512]
+    assert [bool(i.overflowed) for i in infos] == [False, True, False, False, False, False]
+    # Twice 64 * 256 fits; a skipped micro-batch leaves with its tokens.
+    assert [int(i.num_skipped) for i in infos] == [0, 1 if policy is True else 4, 0, 0, 0, 0]
+    second = np.float16(-2.5 - 2) if policy is True else np.float16(-2.5)
+    assert w == second - 64 - 3 * 2.5
+    assert (state.loss_scale.scale, state.loss_scale.good_windows) == (1024, 0)
+
+
+def test_a_scaled_run_equals_an_unscaled_one():
+    w, state, _ = train([GOOD] * 3, initial=2.0**8)
+    init, step = ja.train_step(linear, optax.sgd(1.0), num_microbatches=4)
+    plain = half(0)[0]
+    plain_state = init(plain)
+    for _ in range(3):
+        plain, plain_state, info = step(plain, plain_state, strided(half(*GOOD), 4))
+    assert w == plain
+    assert (info.loss_scale, info.overflowed) == (None, None)
+    assert plain_state.loss_scale is None
+    kinds = [jax.tree.map(lambda x: x.dtype, s.inner_state) for s in (state, plain_state)]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_scale_below_one_is_found():
+    """One micro-batch's undivided gradient, 2 * 40000, does not fit into float16."""
+    batches = [[40000.0] * 8] * 6
+    w, state, infos = train(batches, rate=2.0**-20, initial=2.0, minimum=2.0**-14)
+    assert [bool(i.updated) for i in infos] == [False] * 2 + [True] * 4
+    assert [float(i.loss_scale) for i in infos] == [2, 1] + [0.5] * 4
+    assert float(infos[-1].grad_norm) == 40000
+    assert state.optimizer_step == 4
+    assert np.isclose(w, -4 * 40000 / 2**20, rtol=4 * 2.0**-11)
+
+
+def test_a_state_without_a_scale_is_refused():
+    init, _ = ja.train_step(linear, optax.sgd(1.0), num_microbatches=2)
+    _, step = ja.train_step(
+        linear, optax.sgd(1.0), num_microbatches=2, loss_scale=loss_scaling.dynamic()
+    )
+    w = jnp.float32(0)
+    with pytest.raises(ValueError, match="differ in whether they have a `loss_scale`"):
+        step(w, init(w), jnp.ones(4))
+
+
+# A stream.
+
+
+def stream(batches, *, policy=False, every=4, jit=True, **scaling):
+    tx = ja.multi_steps(
+        optax.sgd(1.0), every, skip_nonfinite=policy, loss_scale=loss_scaling.dynamic(**scaling)
+    )
+    sums_fn = ja.accumulate(linear, num_microbatches=1)
+
+    def micro_step(params, state, batch):
+        sums = sums_fn(params, batch, loss_scale=state.loss_scale.scale)
+        updates, state = tx.update(sums.grads, state, params, weight=sums.weight)
+        return optax.apply_updates(params, updates), state
+
+    micro_step = jax.jit(micro_step) if jit else micro_step
+    w = half(0)[0]
+    state, scales = tx.init(w), []
+    for batch in batches:
+        scales.append(float(state.loss_scale.scale))
+        w, state = micro_step(w, state, half(batch, batch))
+    return w, state, scales
+
+
+@pytest.mark.parametrize("policy", [False, "window"])
+def test_a_streams_scale_is_constant_inside_a_window(policy):
+    options = {"initial": 2.0**9, "growth_interval": 2}
+    w, state, scales = stream([1, 64, 64, 3, *[1, 2, 3, 4] * 2, 1], policy=policy, **options)
+    assert scales == [512] * 4 + [256] * 8 + [512]
+    assert (w, state.num_dropped, state.optimizer_step) == (-5, 1, 2)
+
+
+def test_a_streams_skipped_micro_step_is_replaced():
+    options = {"initial": 2.0**9, "growth_interval": 9}
+    w, state, scales = stream([1, 64, 64, 3, 2, 2, 1], policy=True, every=4, **options)
+    assert scales == [512] * 6 + [256]
+    assert (w, state.num_skipped, state.optimizer_step) == (-2, 2, 1)
+
+
+def test_a_window_that_never_begins_changes_its_scale():
+    """Otherwise a first scale that is too large would skip every micro-step for ever."""
+    options = {"initial": 2.0**11, "growth_interval": 9}
+    w, state, scales = stream([64] * 8, policy=True, every=2, **options)
+    assert scales == [2048, 2048, 1024, 1024, 512, 512, 256, 256]
+    assert (w, state.num_skipped, state.optimizer_step) == (-64, 6, 1)
+
+
+def test_gradients_by_hand_are_unscaled_by_hand():
+    tx = ja.multi_steps(optax.sgd(1.0), 2, loss_scale=loss_scaling.static(2.0**10))
+    w = half(1)[0]
+    state = tx.init(w)
+    for value in (2.0**-20, 3 * 2.0**-20):
+        x = half(value)[0]
+        scaled = jax.grad(lambda w, s, x=x: (w * x) * s.astype(jnp.float16))
+        grads = scaled(w, state.loss_scale.scale)
+        updates, state = tx.update(loss_scaling.unscale(grads, state.loss_scale), state, w)
+    assert updates == -(2.0**-19)
+    assert state.loss_scale.scale == 2.0**10
+
+
+def test_a_streams_state_without_a_scale_is_refused():
+    plain = ja.multi_steps(optax.sgd(1.0), 2)
+    scaled = ja.multi_steps(optax.sgd(1.0), 2, loss_scale=loss_scaling.dynamic())
+    w = jnp.float32(0)
+    with pytest.raises(ValueError, match="made without `loss_scale`"):
+        scaled.update(w, plain.init(w))
+    with pytest.raises(ValueError, match="made with `loss_scale`"):
+        plain.update(w, scaled.init(w))

@@ -32,13 +32,21 @@ CONTRACT = {
     "merge": (["a", "b"], []),
     "multi_steps": (
         ["inner", "every"],
-        ["axis_name", "accumulator", "skip_nonfinite", "mean_args"],
+        [
+            "axis_name",
+            "accumulator",
+            "skip_nonfinite",
+            "max_bad_windows",
+            "loss_scale",
+            "mean_args",
+        ],
     ),
     "until_weight": (["target"], []),
     "has_updated": (["state"], []),
     "state_specs": (["state", "axis_name"], []),
     "flush": (["tx", "state", "params"], []),
-    "train_step": (["loss_fn", "optimizer"], []),
+    "train_step": (["loss_fn", "optimizer"], ["max_bad_windows", "loss_scale"]),
+    "check_healthy": (["record"], ["max_skipped"]),
     "example_keys": (["key", "batch_size"], []),
     "split": (["batch"], ["num_microbatches", "microbatch_size"]),
     "pad_batch": (["batch", "num_rows"], []),
@@ -65,6 +73,12 @@ FIELDS = {
     "WindowSums": ["grads", "loss", "weight"],
     "MultiStepsState": [
         "micro_step", "optimizer_step", "grad_sum", "weight", "num_skipped", "inner_state",
+        "num_dropped", "num_bad_in_row", "diverged", "loss_scale",
+    ],
+    "StepState": ["num_skipped", "num_dropped", "num_bad_in_row", "diverged", "loss_scale"],
+    "StepInfo": [
+        "loss", "weight", "grad_norm", "num_microbatches", "num_skipped", "updated", "diverged",
+        "loss_scale", "overflowed", "tokens_seen",
     ],
     "Mean": ["total", "weight", "value"],
     "WindowPlan": [
@@ -145,6 +159,7 @@ def fields(cls):
 def test_root_namespace_is_small():
     names = [name for name in vars(ja) if not name.startswith("_")]
     packages = {"core", "folds", "numerics", "batches", "training", "auditing", "planning"}
+    packages |= {"health"}  # files, not offers
     assert len(set(names) - packages) <= LARGEST_NAMESPACE
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxaccum.core import compat
+
+HELD, APPLIED, DROPPED = 0, 1, 2
 
 
 def hand_over(
@@ -27,8 +28,8 @@ def hand_over(
 
     Args:
       applying: boolean scalar.
-      inner_fn: `inner_fn(sums, inner_state, operands)` to the updates, the inner state, and whether
-        the inner optimizer really ran.
+      inner_fn: `inner_fn(sums, inner_state, operands)` to the updates, the inner state, and what
+        became of the window: `APPLIED` where the inner optimizer ran, `DROPPED`, or `HELD`.
       sums: the window's sums.
       inner_state: the state of the inner optimizer; its dtypes are kept.
       operands: a tree of whatever else `inner_fn` reads.
@@ -37,26 +38,31 @@ def hand_over(
         `None` where no sum can hold it exactly.
 
     Returns:
-      The updates; the sums, undefined where `applying` holds; the inner state; whether the inner
-      optimizer ran.
+      The updates; the sums, undefined where `applying` holds; the inner state; what became of the
+      window, an int32 scalar, `HELD` where `applying` does not hold.
     """
     wanted, tree = jax.tree.flatten(types)
 
     def close(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
-        updates, new_state, ran = inner_fn(sums, inner_state, operands)
+        updates, new_state, outcome = inner_fn(sums, inner_state, operands)
         slots, others = list(sums), []
         for update, like, home in zip(jax.tree.leaves(updates), wanted, homes, strict=True):
             if home is None:
                 others.append(cast(update, like))
             else:
                 slots[home] = cast(update, like).astype(sums[home].dtype)
-        return slots, others, jax.tree.map(cast, new_state, inner_state), jnp.asarray(ran)
+        return (
+            slots,
+            others,
+            jax.tree.map(cast, new_state, inner_state),
+            jnp.asarray(outcome, jnp.int32),
+        )
 
     def hold(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
         others = [no_update(t) for t, home in zip(wanted, homes, strict=True) if home is None]
-        return list(sums), others, inner_state, jnp.zeros((), jnp.bool_)
+        return list(sums), others, inner_state, jnp.asarray(HELD, jnp.int32)
 
-    slots, others, inner_state, ran = jax.lax.cond(
+    slots, others, inner_state, outcome = jax.lax.cond(
         applying, close, hold, list(sums), inner_state, operands
     )
     supply = iter(others)
@@ -66,7 +72,7 @@ def hand_over(
         else jnp.where(applying, slots[home].astype(like.dtype), no_update(like))
         for like, home in zip(wanted, homes, strict=True)
     ]
-    return jax.tree.unflatten(tree, updates), slots, inner_state, ran
+    return jax.tree.unflatten(tree, updates), slots, inner_state, outcome
 
 
 def find_homes(types: Any, tree: Any, places: Sequence[int | None], sums: Any) -> list[Any]:
@@ -109,6 +115,7 @@ def own_buffer(x: Any) -> jax.Array:
     return jax.lax.convert_element_type(x, x.dtype) if weak else x
 
 
-def count_if(number: jax.Array, happened: Any) -> jax.Array:
-    """`number`, one more where `happened` holds; it stays at the largest int32."""
-    return jnp.where(happened, optax.safe_increment(number), number)
+def count_if(number: jax.Array, happened: Any, by: Any = 1) -> jax.Array:
+    """`number`, `by` more where `happened` holds; it stays at the largest int32."""
+    room = jnp.iinfo(number.dtype).max - number
+    return jnp.where(happened, number + jnp.minimum(by, room), number)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks, compat
-from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import Sum
 from jaxaccum.folds import devices
@@ -56,12 +56,19 @@ class OpenWindow(NamedTuple):
 
     def across(self, accumulator: accumulators.Accumulator, axes: tuple[str, ...]) -> "OpenWindow":
         """The window over all devices: one reduction."""
+        if not axes:
+            return self
         leaves, tree = jax.tree.flatten((self.weight, self.means))
         n = len(self.carries)
         reducers = [accumulator] * n + [Sum.reducer] * len(leaves)
         out = devices.reduce(reducers, [*self.carries, *leaves], axes, True)
         weight, means = jax.tree.unflatten(tree, out[n:])
         return OpenWindow(out[:n], weights.add(weight, weights.zero()), means)
+
+    def is_finite(self, accumulator: accumulators.Accumulator) -> jax.Array:
+        """Whether all that the window holds is finite: what was not stays in its sums."""
+        sums = [accumulator.read(c) for c in self.carries]
+        return all_finite([*sums, self.weight.total, *jax.tree.leaves(self.means)])
 
     # The first array of each carry is the sum itself; `hand_over` lends its buffer.
 
@@ -79,8 +86,11 @@ class OpenWindow(NamedTuple):
         return self._replace(carries=carries)
 
 
-def carries_of(updates: Any, grad_carry: Any) -> list[Any]:
-    """The carry of each inexact gradient leaf, after checking that the trees match."""
+def carries_of(updates: Any, grad_carry: Any, *, bare: bool) -> list[Any]:
+    """The carry of each inexact gradient leaf, after checking that the trees match.
+
+    Where the window is `bare`, of one micro-step, nothing is carried.
+    """
     held, held_tree = jax.tree.flatten(grad_carry, is_leaf=accumulators.is_carry)
     given_tree: Any = jax.tree.structure(updates, is_leaf=lambda x: x is None)
     remedy = "Pass gradients of the parameters that `init` saw."
@@ -107,6 +117,13 @@ def carries_of(updates: Any, grad_carry: Any) -> list[Any]:
                     f"{total.dtype} cannot hold. {remedy}"
                 )
         if grad is not None and is_inexact(grad):
+            if carry is None and not bare:
+                raise ValueError(
+                    f"multi_steps: the state holds no sum for `updates{jax.tree_util.keystr(path)}`"
+                    ": it was made for windows of one micro-step, or for an integer parameter. "
+                    "`ja.interop.from_inner_state(tx, params, state.inner_state)` makes one that "
+                    "does."
+                )
             carries.append(carry)
     return carries
 

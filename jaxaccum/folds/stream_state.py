@@ -8,9 +8,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
-from jaxaccum.core.mean import Mean
 from jaxaccum.folds import devices
-from jaxaccum.numerics import accumulators, weights
+from jaxaccum.numerics import accumulators, loss_scaling, weights
+
+
+class MeanSum(NamedTuple):
+    """The undivided mean of an extra argument, as `ja.Mean`, in a form that every checkpoint knows.
+
+    Attributes:
+      total: the undivided sum; float scalar.
+      weight: what it is to be divided by; float scalar.
+    """
+
+    total: Any
+    weight: Any
 
 
 class MultiStepsState(NamedTuple):
@@ -26,6 +37,12 @@ class MultiStepsState(NamedTuple):
       grad_carry: the open window's gradient sums as the accumulator carries them; see `grad_sum`.
       mean_args: the undivided means of the extra arguments that are averaged, by name.
       inner_state: the state of the inner optimizer.
+      num_dropped: how many windows closed without an optimizer step because they were not finite,
+        or because the run had diverged; int32 scalar.
+      num_bad_in_row: windows dropped in a row, or micro-steps skipped in a row, whichever
+        `skip_nonfinite` leaves out; int32 scalar.
+      diverged: whether `max_bad_windows` was reached; it stays so. Boolean scalar.
+      loss_scale: the `LossScaleState`; `None` without a loss scale.
     """
 
     micro_step: jax.Array
@@ -35,8 +52,12 @@ class MultiStepsState(NamedTuple):
     updated: jax.Array
     weight_carry: accumulators.Compensated
     grad_carry: Any
-    mean_args: dict[str, Mean]
+    mean_args: dict[str, MeanSum]
     inner_state: Any
+    num_dropped: jax.Array
+    num_bad_in_row: jax.Array
+    diverged: jax.Array
+    loss_scale: loss_scaling.LossScaleState | None = None
 
     @property
     def grad_sum(self) -> Any:
@@ -144,7 +165,8 @@ def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[A
       tx: the `multi_steps` transformation, alone or inside `optax.chain` and the like, or several
         of them; other members of a chain see gradients of zero.
       state: its state.
-      params: the parameters, as for `update`.
+      params: the parameters, as for `update`. Without them the updates have the dtype that `inner`
+        gives for gradients in the dtype of the sums, float32 or wider.
       **extra_args: extra arguments of the inner optimizer. The window's means of those named in
         `mean_args` are passed on by themselves.
 

@@ -80,6 +80,18 @@ class LossScale:
             jnp.zeros((), jnp.bool_),
         )
 
+    def after_call(self, state: LossScaleState, *, overflowed: Any, closed: Any) -> LossScaleState:
+        """The state after one micro-step: an overflow is noted, and counts when the window closes.
+
+        Args:
+          state: the state before.
+          overflowed: whether this micro-step, or the window, was not finite; boolean scalar.
+          closed: whether the window has closed; boolean scalar.
+        """
+        noted = state._replace(overflowed=state.overflowed | overflowed)
+        after = self.update(noted, noted.overflowed)
+        return jax.tree.map(lambda a, b: jnp.where(closed, a, b), after, noted)
+
 
 def static(scale: float) -> LossScale:
     """A loss scale that stays as it is.

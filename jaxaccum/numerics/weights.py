@@ -49,8 +49,10 @@ def pair(function: str, name: str, weight: Any, dtype: Any = None) -> Compensate
     if jnp.issubdtype(weight.dtype, jnp.integer):
         # Both halves have few enough bits to convert exactly.
         low = weight & 0xFFFF
-        fits = ~jnp.isnan(as_float(weight, dtype))
-        high_half = jnp.where(fits, (weight - low).astype(dtype), np.asarray(jnp.nan, dtype))
+        high_half = (weight - low).astype(dtype)
+        if not jnp.issubdtype(weight.dtype, jnp.unsignedinteger):
+            is_lost = jnp.isnan(as_float(weight, dtype))
+            high_half = jnp.where(is_lost, np.asarray(jnp.nan, dtype), high_half)
         return add(_PAIR.start(high_half), _PAIR.start(low.astype(dtype)))
     rounded = weight.astype(dtype)
     return Compensated(rounded, jnp.zeros_like(rounded))
