@@ -106,6 +106,17 @@ SUBMODULES = {
         "half_life",
     ],
     "diagnostics": ["smooth_noise", "batch_advice"],
+    "losses": [
+        "contrastive",
+        "contrastive_fn",
+        "routing",
+        "load_balance",
+        "overlap",
+        "dice",
+        "f_score",
+        "sequence_mean",
+    ],
+    "per_example": ["clip", "transform", "add_noise", "noise"],
 }
 # What each function that a factory returns must accept.
 RETURNED = {
