@@ -86,7 +86,7 @@ def test_every_module_says_what_it_is(module):
 def test_the_root_namespace_is_small():
     names = [name for name in vars(jaxaccum) if not name.startswith("_")]
     modules = {name.split(".")[1] for name in MODULES if "." in name}
-    assert len(set(names) - modules) <= 40
+    assert len(set(names) - modules) <= 42
 
 
 def test_importing_loads_jax_and_optax_and_nothing_heavier():
