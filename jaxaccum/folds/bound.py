@@ -1,25 +1,18 @@
 """A loss function bound to the arguments of one call: what is differentiated, counted, folded."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxaccum.core import checks, compat, noise
 from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import add, as_float, divide, wide
 from jaxaccum.core.reducers import (
     Addition,
-    Concat,
-    Concatenation,
-    Mark,
-    Reducer,
     Stack,
-    Sum,
     reducers_of,
     reducers_of_sums,
 )
@@ -27,6 +20,7 @@ from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
 from jaxaccum.folds import unreduced_types as unreduced
 from jaxaccum.folds.arguments import Given, Options
+from jaxaccum.folds.gradients import Differentiated
 from jaxaccum.folds.losses import Loss, stage_loss
 from jaxaccum.folds.model_state import ModelState, check_given
 from jaxaccum.folds.scan import Outcome, fold
@@ -70,12 +64,8 @@ class Bound:
         self.num_real = arguments.num_real(name, given.num_real, self.num_microbatches)
         if options.window_axis_name is not None:
             window_axis.check_call(self)
-        self.positions = checks.argnums(name, options.argnums, len(args))
-        differentiated = {p: args[p] for p in self.positions if p != 1}
-        checks.arrays(name, differentiated, name="argument")
-        self.leaves, self.tree = jax.tree.flatten(differentiated)
-        moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
-        self.moving = devices.vary(moving, self.varied)
+        self.tree = Differentiated(options, args)
+        self.moving = devices.vary(self.tree.moving, self.varied)
         self._find_shards()
         self.typed: tuple[str, ...] = ()
         if options.reduction == "unreduced":
@@ -92,11 +82,11 @@ class Bound:
     def _find_shards(self) -> None:
         """Which parameters come in parts, and which gradient sums are left in parts."""
         name, options = self.options.function, self.options
-        whole = self._select(self._rebuild(self.moving)) if self.moving else ()
+        whole = self.tree.select(self.tree.rebuild(self.moving)) if self.moving else ()
 
         def find(argument: str, specs: Any) -> list[shards.Shard | None]:
             found = shards.shards(name, argument, specs, whole, self.axes)
-            return [s for s, leaf in zip(found, self.leaves, strict=True) if is_inexact(leaf)]
+            return [s for s, x in zip(found, self.tree.leaves, strict=True) if is_inexact(x)]
 
         self.param_shards = find("param_specs", options.param_specs)
         grad_specs = options.param_specs if options.grad_specs is None else options.grad_specs
@@ -154,7 +144,7 @@ class Bound:
                 rows, key = jax.tree.unflatten(tree, inputs[number:stop])
                 args = list(self.args)
                 args[1] = rows
-                for position, value in self._rebuild(inputs[:number]).items():
+                for position, value in self.tree.rebuild(inputs[:number]).items():
                     args[position] = value
                 named = arguments.passed_key(self.options, key)
                 if self.state is None:
@@ -176,16 +166,11 @@ class Bound:
                     self.options.function, loss.program, loss.terms.num_leaves, self.axes
                 )
             self._losses[size] = loss
-        cut_leaves = len(jax.tree.leaves(rows)) if 1 in self.positions else 0
+        cut_leaves = len(jax.tree.leaves(rows)) if 1 in self.tree.positions else 0
         differentiated = [
             i < number or (i < number + cut_leaves and is_inexact(x)) for i, x in enumerate(flat)
         ]
         return self._losses[size], flat, differentiated
-
-    def _rebuild(self, moving: Sequence[Any]) -> dict[int, Any]:
-        supply = iter(moving)
-        leaves = [next(supply) if is_inexact(x) else x for x in self.leaves]
-        return jax.tree.unflatten(self.tree, leaves)
 
     def count(self, kept: Any = None) -> list[jax.Array]:
         """The summed weight of each term, over all devices, by a pass stripped of the model.
@@ -294,7 +279,7 @@ class Bound:
             if self.typed:
                 unreduced.check_types(self.options.function, grads, self.typed)
             if self.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
-                pairs = zip(self.grad_reducers(grads), grads, strict=True)
+                pairs = zip(self.tree.reducers(grads), grads, strict=True)
                 grads = [loss_scaling.unscale(g, self.scale) if r.divides else g for r, g in pairs]
             spread = self._spread(grads, weights) if self.options.noise_scale else None
             if self.scattering:
@@ -336,7 +321,7 @@ class Bound:
 
     def _spread(self, grads: list[Any], weights: list[Any]) -> noise.NoiseSums:
         """What this micro-batch adds to the window's noise statistics."""
-        summed = zip(grads, self.grad_reducers(grads), strict=True)
+        summed = zip(grads, self.tree.reducers(grads), strict=True)
         return noise.group([g for g, r in summed if isinstance(r, Addition)], weights[0])
 
     def rounding_key(self, index: Any) -> Any:
@@ -346,7 +331,7 @@ class Bound:
         return jax.random.fold_in(jax.random.fold_in(self.key, index), 0x5EED)
 
     def _reducers(self, values: dict[str, Any]) -> dict[str, Any]:
-        special = {"aux": reducers_of(values["aux"]), "grads": self.grad_reducers(values["grads"])}
+        special = {"aux": reducers_of(values["aux"]), "grads": self.tree.reducers(values["grads"])}
         if "finite" in values:
             special["finite"] = Stack()
         if "state" in values:
@@ -375,7 +360,7 @@ class Bound:
         out = jax.tree.unflatten(tree, carries)
         terms = self.first_loss().terms
         grad_reducers = reducers["grads"]
-        grads, leaf_reducers = self._gradients(
+        grads, leaf_reducers = self.tree.gradients(
             [r.read(g) for r, g in zip(grad_reducers, out["grads"], strict=True)], grad_reducers
         )
         if denominators is not None:
@@ -397,7 +382,7 @@ class Bound:
         )
         if not self.options.drops:
             return sums
-        in_parts = any(self.grad_shards) or 1 in self.positions
+        in_parts = any(self.grad_shards) or 1 in self.tree.positions
         empty = None if self.state is None else self.state.untouched(sums.model_state)
         return faults.drop_if_bad(sums, self.axes, in_parts=in_parts, empty_state=empty)
 
@@ -418,65 +403,3 @@ class Bound:
             unroll=self.options.unroll,
             thread=thread,
         )
-
-    # Gradient leaves: carried as a flat list, returned in the structure of `argnums`.
-
-    def grad_reducers(self, grads: Sequence[Any]) -> list[Reducer]:
-        """The reducers of the gradient leaves; rows of the batch are concatenated."""
-        pairs = zip(self._parameter_reducers(), self.leaves, strict=True)
-        chosen = [reducer for reducer, leaf in pairs if is_inexact(leaf)]
-        return chosen + [Concatenation()] * (len(grads) - len(chosen))
-
-    def _parameter_reducers(self) -> list[Reducer]:
-        accumulator, prefix = self.options.accumulator, self.options.grad_reducers
-        if prefix is None:
-            return [accumulator] * len(self.leaves)
-
-        def spread(choice: Any, subtree: Any) -> Any:
-            if not (isinstance(choice, type) and issubclass(choice, Mark) and choice is not Concat):
-                raise TypeError(
-                    f"{self.options.function}: the leaves of `grad_reducers` must be `ja.Sum`, "
-                    f"`ja.Max`, `ja.Min` or `ja.Last`, got {checks.describe(choice)}."
-                )
-            reducer = accumulator if choice is Sum else choice.reducer
-            return jax.tree.map(lambda _: reducer, subtree)
-
-        arguments = self._select(self._rebuild(self.moving))
-        try:
-            reducers = jax.tree.map(spread, prefix, arguments)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.options.function}: `grad_reducers` must be a tree prefix of the "
-                f"gradients, {jax.tree.structure(arguments)}, got {jax.tree.structure(prefix)}."
-            ) from error
-        return jax.tree.leaves(reducers)
-
-    def _gradients(self, values: list[Any], reducers: list[Reducer]) -> tuple[Any, list[Reducer]]:
-        """The gradient tree of `argnums`, and the reducer of each of its leaves."""
-        supply = iter(zip(values, reducers, strict=True))
-
-        def place(leaf: Any) -> _Placed:
-            if not is_inexact(leaf):
-                return _Placed(np.zeros(np.shape(leaf), jax.dtypes.float0), Addition())
-            value, reducer = next(supply)
-            return _Placed(value, Addition() if isinstance(reducer, Addition) else reducer)
-
-        arguments = jax.tree.unflatten(self.tree, [place(leaf) for leaf in self.leaves])
-        if 1 in self.positions:
-            arguments[1] = jax.tree.map(place, self.batch)
-        pairs = self._select(arguments)
-        leaves, tree = jax.tree.flatten(pairs, is_leaf=lambda x: isinstance(x, _Placed))
-        return jax.tree.unflatten(tree, [p.value for p in leaves]), [p.reducer for p in leaves]
-
-    def _select(self, arguments: dict[int, Any]) -> Any:
-        """One tree for an int `argnums`, a tuple of trees for a sequence."""
-        trees = tuple(arguments[p] for p in self.positions if p in arguments)
-        return trees if isinstance(self.options.argnums, Sequence) else trees[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """A gradient leaf beside its reducer; not a pytree, so it is a leaf."""
-
-    value: Any
-    reducer: Reducer
