@@ -1,11 +1,16 @@
 """Losses that speak over the window's axis: exactly `jax.vmap(axis_name=)`, and the full batch."""
 
+import re
+
+import flax.linen as nn
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxaccum as ja
 
@@ -14,12 +19,6 @@ ROWS, FEATURES = 24, 6
 STORAGES = ["store", "recompute"]
 DTYPES = ["float32", "float64"]
 LIMIT = {"float32": 5e-6, "float64": 1e-12}
-
-
-@pytest.fixture(params=DTYPES)
-def dtype(request):
-    with jax.enable_x64(request.param == "float64"):
-        yield request.param
 
 
 def inputs(dtype="float32", rows=ROWS):
@@ -268,17 +267,548 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+# Two of each kind in both dtypes; the rest of the matrix is slow to compile.
+QUICK = [loss_pmean, loss_gather, loss_pmax, loss_terms]
+
+
+def matrix(quick):
+    """Every loss with every dtype; those that are not `quick` are marked slow."""
+    return [
+        pytest.param(f, d, id=f"{f.__name__}-{d}", marks=() if quick(f, d) else pytest.mark.slow)
+        for f in LOSSES
+        for d in DTYPES
+    ]
+
+
+@pytest.mark.parametrize(("loss_fn", "dtype"), matrix(lambda f, d: f in QUICK or d == "float64"))
 def test_is_what_vmap_computes(loss_fn, dtype):
-    params, batch = inputs(dtype)
-    expected = over_vmap(loss_fn, 4)(params, batch)
-    f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name=W)
-    assert_close(jax.jit(f)(params, batch), expected, dtype)
+    with jax.enable_x64(dtype == "float64"):
+        params, batch = inputs(dtype)
+        expected = over_vmap(loss_fn, 4)(params, batch)
+        f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name=W)
+        assert_close(jax.jit(f)(params, batch), expected, dtype)
 
 
-@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
-def test_recomputing_is_the_same(loss_fn, x64):
+@pytest.mark.parametrize(("loss_fn", "dtype"), matrix(lambda f, d: f in QUICK and d == "float64"))
+def test_recomputing_is_the_same(loss_fn, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        params, batch = inputs(dtype)
+        options = {"num_microbatches": 3, "window_axis_name": W}
+        f = ja.value_and_grad(loss_fn, window_axis_storage="recompute", **options)
+        assert_close(jax.jit(f)(params, batch), over_vmap(loss_fn, 3)(params, batch), dtype)
+
+
+# The full batch in one pass
+
+
+def full_pmean(params, batch):
+    x = batch["x"] @ params["first"]
+    mean = x.mean(0, keepdims=True)
+    x = (x - mean) * lax.rsqrt(((x - mean) ** 2).mean(0, keepdims=True) + 1e-3)
+    return jnp.mean((jax.nn.silu(x) @ params["second"] - batch["y"]) ** 2)
+
+
+def full_contrast(params, batch):
+    logits = (batch["x"] @ params["first"]) @ (batch["y"] @ params["second"]).T
+    cross = optax.softmax_cross_entropy_with_integer_labels
+    own = jnp.arange(logits.shape[0])
+    return jnp.mean(cross(logits, own) + cross(logits.T, own))
+
+
+def full_dice(params, batch):
+    p = jax.nn.sigmoid(batch["x"] @ params["first"])
+    y = (batch["y"] > 0).astype(p.dtype)
+    return 1 - 2 * jnp.sum(p * y) / (jnp.sum(p) + jnp.sum(y))
+
+
+FULL = [(loss_pmean, full_pmean), (loss_both_ways, full_contrast), (loss_dice, full_dice)]
+
+
+@pytest.mark.parametrize(("loss_fn", "full_fn"), FULL, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("cut", [{"num_microbatches": 1}, {"microbatch_size": 4}], ids=str)
+def test_is_the_full_batch(loss_fn, full_fn, cut, x64):
     params, batch = inputs("float64")
-    options = {"num_microbatches": 3, "window_axis_name": W}
-    f = ja.value_and_grad(loss_fn, window_axis_storage="recompute", **options)
-    assert_close(jax.jit(f)(params, batch), over_vmap(loss_fn, 3)(params, batch), "float64")
+    got = jax.jit(ja.value_and_grad(loss_fn, window_axis_name=W, **cut))(params, batch)
+    assert_close(got, jax.value_and_grad(full_fn)(params, batch), "float64")
+
+
+class Net(nn.Module):
+    """Unmodified Flax batch normalisation in every layer."""
+
+    layers: int
+    axis_name: str | tuple[str, ...] | None = None
+    width: int = FEATURES
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.layers):
+            x = nn.Dense(self.width)(x)
+            x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
+            x = nn.relu(x)
+        return nn.Dense(FEATURES)(x)
+
+
+def flax_losses(net):
+    """`(loss_fn over the window, full-batch function, params, stats)` of a network."""
+
+    def apply(net, params, batch, stats):
+        variables = {"params": params, "batch_stats": stats}
+        y, updates = net.apply(variables, batch["x"], mutable=["batch_stats"])
+        return ja.mean((y - batch["y"]) ** 2), updates["batch_stats"]
+
+    def loss_fn(params, batch, stats):
+        loss, stats = apply(net, params, batch, stats)
+        return loss, ja.Last(stats)
+
+    def full_fn(params, batch, stats):
+        loss, stats = apply(net.clone(axis_name=None), params, batch, stats)
+        return loss.value, stats
+
+    _, batch = inputs()
+    variables = net.clone(axis_name=None).init(jax.random.key(0), batch["x"])
+    variables = jax.tree.map(lambda x: x.astype(float), variables)  # as wide as is enabled
+    return loss_fn, full_fn, variables["params"], variables["batch_stats"]
+
+
+def deep(*layers):
+    return [pytest.param(n, marks=pytest.mark.slow if n in (3, 5, 6, 7) else ()) for n in layers]
+
+
+@pytest.mark.parametrize("layers", deep(1, 2, 3, 4, 5, 6, 7, 8))
+def test_flax_batch_norm_is_the_full_batch(layers, x64):
+    loss_fn, full_fn, params, stats = flax_losses(Net(layers, W))
+    _, batch = inputs("float64")
+    f = ja.value_and_grad(loss_fn, num_microbatches=6, has_aux=True, window_axis_name=W)
+    got = jax.jit(f)(params, batch, stats)
+    expected = jax.jit(jax.value_and_grad(full_fn, has_aux=True))(params, batch, stats)
+    assert_close(got, expected, "float64")  # running statistics included
+
+
+def test_flax_batch_norm_in_float32():
+    loss_fn, full_fn, params, stats = flax_losses(Net(2, W))
+    _, batch = inputs()
+    f = ja.value_and_grad(loss_fn, num_microbatches=3, has_aux=True, window_axis_name=W)
+    got = jax.jit(f)(params, batch, stats)
+    expected = jax.jit(jax.value_and_grad(full_fn, has_aux=True))(params, batch, stats)
+    assert_close(got, expected, "float32")
+
+
+class Block(nn.Module):
+    """One layer for `nn.scan`, rematerialised."""
+
+    axis_name: str | None
+
+    @nn.compact
+    def __call__(self, x, _):
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
+        return x + nn.gelu(nn.Dense(FEATURES)(x)), None
+
+
+class Deep(nn.Module):
+    """A loop over rematerialised layers."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        over = {"params": 0, "batch_stats": 0}
+        loop = nn.scan(nn.remat(Block), over, split_rngs={"params": True}, length=3)
+        return nn.Dense(FEATURES)(loop(self.axis_name)(x, None)[0])
+
+
+def test_flax_scan_over_remat_layers(x64):
+    loss_fn, full_fn, params, stats = flax_losses(Deep(W))
+    _, batch = inputs("float64")
+    f = ja.value_and_grad(loss_fn, num_microbatches=4, has_aux=True, window_axis_name=W)
+    got = jax.jit(f)(params, batch, stats)
+    expected = jax.jit(jax.value_and_grad(full_fn, has_aux=True))(params, batch, stats)
+    assert_close(got, expected, "float64")
+
+
+def test_statistics_pool_over_the_window():
+    """x = {0, 2, 4, 6, 8, 10}: mean 5, variance 35 / 3."""
+    x = jnp.array([[0.0], [2.0], [4.0], [6.0], [8.0], [10.0]])
+    norm = nn.BatchNorm(use_running_average=False, axis_name=W, momentum=0.0)
+    variables = norm.clone(axis_name=None).init(jax.random.key(0), x)
+
+    def loss_fn(params, batch):
+        variables_ = {"params": params, "batch_stats": variables["batch_stats"]}
+        y, updates = norm.apply(variables_, batch, mutable=["batch_stats"])
+        return ja.mean(y), ja.Last(updates["batch_stats"])
+
+    f = ja.value_and_grad(loss_fn, num_microbatches=3, has_aux=True, window_axis_name=W)
+    (_, stats), _ = f(variables["params"], x)
+    np.testing.assert_allclose(stats["mean"], [5.0], rtol=1e-6)
+    np.testing.assert_allclose(stats["var"], [35 / 3], rtol=1e-6)
+
+
+# What else a window has: keys, outputs, rows, weights, accumulators, scales
+
+
+def loss_dropout(params, batch, *, key):
+    keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    h = normalise(jnp.where(keep, batch["x"] @ params["first"], 0))
+    again = jax.random.bernoulli(jax.random.fold_in(key, 1), 0.5, h.shape)
+    return ja.mean(jnp.where(again & keep, h, 0) * batch["y"])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_keys_are_those_of_each_micro_batch(storage, x64):
+    params, batch = inputs("float64")
+    key = jax.random.key(3)
+    options = {"window_axis_name": W, "window_axis_storage": storage}
+    f = ja.value_and_grad(loss_dropout, num_microbatches=4, **options)
+    got = jax.jit(f)(params, batch, key=key)
+    assert_close(got, over_vmap(loss_dropout, 4, key=key)(params, batch), "float64")
+
+
+def test_outputs_are_combined_at_every_depth(x64):
+    params, batch = inputs("float64")
+
+    def loss_fn(params, batch):
+        h = batch["x"] @ params["first"]
+        g = normalise(h)
+        early = {"sum": ja.Sum(h.sum()), "rows": ja.Concat(h), "last": ja.Last(h[0])}
+        late = {"max": ja.Max(g.max()), "stack": g.sum(), "rows": ja.Concat(g), "one": 1.0}
+        return ja.mean(g * batch["y"]), {"early": early, "late": late}
+
+    f = ja.value_and_grad(loss_fn, num_microbatches=4, has_aux=True, window_axis_name=W)
+    (_, aux), _ = f(params, batch)
+    h = batch["x"] @ params["first"]
+    g = (h - h.mean(0)[None]) / np.sqrt(h.var(0) + 1e-3)[None]
+    strided = [g[k::4].sum() for k in range(4)]
+    expected = {
+        "early": {"sum": h.sum(), "rows": h, "last": h[3]},
+        "late": {"max": g.max(), "stack": jnp.stack(strided), "rows": g, "one": jnp.ones(4)},
+    }
+    np.testing.assert_allclose(*(jax.flatten_util.ravel_pytree(t)[0] for t in (aux, expected)))
+
+
+def test_gradients_of_the_rows(x64):
+    params, batch = inputs("float64")
+    batch.pop("mask")
+    options = {"num_microbatches": 4, "argnums": (0, 1), "window_axis_name": W}
+    got = ja.value_and_grad(loss_both_ways, **options)(params, batch)
+    expected = jax.value_and_grad(full_contrast, argnums=(0, 1))(params, batch)
+    assert_close(got, expected, "float64")
+
+
+@pytest.mark.parametrize("name", ["compensated", "chunked", "stochastic"])
+def test_accumulators_carry_across_stages(name):
+    """A parameter that several stages use is one sum, in the carry that was asked for."""
+    params, batch = inputs()
+
+    def loss_fn(params, batch):
+        h = normalise(batch["x"] @ params["first"])
+        return ja.mean(normalise(h @ params["first"]) * batch["y"])
+
+    accumulator = getattr(ja.accumulators, name)()
+    options = {"num_microbatches": 4, "window_axis_name": W}
+    f = ja.value_and_grad(loss_fn, accumulator=accumulator, **options)
+    named = {"key": jax.random.key(0)} if accumulator.needs_key else {}
+    grads = jax.jit(f)(params, batch, **named)[1]["first"]
+    expected = ja.value_and_grad(loss_fn, **options)(params, batch)[1]["first"]
+    error = np.abs(grads - expected).max() / np.abs(expected).max()
+    assert error <= (2e-6 if name == "compensated" else 2e-2)
+    assert not grads[0, 0].weak_type
+
+
+def test_loss_scale_and_bfloat16():
+    params, batch = inputs()
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    f = ja.value_and_grad(loss_pmean, num_microbatches=4, window_axis_name=W)
+    loss, grads = f(params, batch, loss_scale=jnp.float32(1024))
+    assert_close((loss, grads), f(params, batch), "float32")
+    loss_narrow, grads_narrow = f(narrow, batch)
+    assert grads_narrow["first"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(loss_narrow, loss, rtol=0.05)
+
+
+def test_windows_merge_and_denominators():
+    params, batch = inputs()
+    options = {"num_microbatches": 2, "window_axis_name": W}
+    counts = ja.denominators(loss_terms, **options)(params, batch)
+    assert counts["fit"] == FEATURES * batch["mask"].sum()
+    assert counts["spread"] == 2 * max(batch["mask"][k::2].sum() for k in range(2))
+    f = ja.accumulate(loss_terms, **options)
+    one = f(params, batch, denominators=counts)
+    two = f(params, batch, denominators=counts)
+    both = ja.finalize(ja.merge(one, two))
+    assert_close(both.loss, 2 * ja.finalize(one).loss, "float32")
+
+
+def test_train_step():
+    params, batch = inputs()
+    init, step = ja.train_step(
+        loss_both_ways, optax.sgd(0.1), num_microbatches=4, window_axis_name=W, donate=False
+    )
+    new, _, info = step(params, init(params), batch)
+    loss, grads = jax.value_and_grad(full_contrast)(params, batch)
+    assert_close(info.loss, loss, "float32")
+    assert_close(new, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), "float32")
+
+
+def test_a_window_that_is_not_finite_is_left_out():
+    params, batch = inputs()
+    batch["y"] = batch["y"].at[3].set(jnp.nan)
+    options = {"num_microbatches": 4, "window_axis_name": W}
+    sums = ja.accumulate(loss_pmean, skip_nonfinite="window", **options)(params, batch)
+    assert sums.weight == 0
+    assert not any(np.any(g) for g in jax.tree.leaves(sums.grads))
+
+
+def test_prints_once_for_each_micro_batch():
+    seen = []
+
+    def loss_fn(params, batch):
+        h = batch["x"] @ params["first"]
+        jax.debug.callback(lambda i: seen.append(("first", int(i))), lax.axis_index(W))
+        h = normalise(h)
+        jax.debug.callback(lambda i, _: seen.append(("second", int(i))), lax.axis_index(W), h.sum())
+        return ja.mean(h * batch["y"])
+
+    params, batch = inputs()
+    jax.block_until_ready(
+        ja.value_and_grad(loss_fn, num_microbatches=3, window_axis_name=W)(params, batch)
+    )
+    jax.effects_barrier()
+    assert sorted(seen) == [(n, i) for n in ("first", "second") for i in range(3)]
+
+
+# Devices
+
+
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+BOTH = ("data", W)
+
+
+def loss_on_devices(params, batch):
+    """Statistics and negatives of all micro-batches of all devices."""
+    h = normalise(batch["x"] @ params["first"], (W, "data"))
+    keys = lax.all_gather(h, (W, "data"), tiled=True)
+    top = lax.pmax(lax.stop_gradient(h).max(), BOTH)
+    return ja.mean(jax.nn.logsumexp(h @ keys.T / top, axis=1) * batch["y"][:, 0])
+
+
+def full_on_devices(params, batch):
+    h = batch["x"] @ params["first"]
+    mean = h.mean(0, keepdims=True)
+    h = (h - mean) * lax.rsqrt(((h - mean) ** 2).mean(0, keepdims=True) + 1e-3)
+    top = lax.stop_gradient(h).max()
+    return jnp.mean(jax.nn.logsumexp(h @ h.T / top, axis=1) * batch["y"][:, 0])
+
+
+def test_devices_in_a_shard_map(x64):
+    params, batch = inputs("float64", rows=32)
+    f = ja.value_and_grad(loss_on_devices, num_microbatches=2, axis_name="data", window_axis_name=W)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    got = jax.jit(jax.shard_map(f, mesh=mesh(), **specs))(params, batch)
+    assert_close(got, jax.value_and_grad(full_on_devices)(params, batch), "float64")
+
+
+@pytest.mark.parametrize("reduction", ["defer", "scatter"])
+def test_devices_under_plain_jit(reduction, x64):
+    params, batch = inputs("float64", rows=32)
+    params["first"] = jnp.tile(params["first"], (1, 4))[:, :16]
+    options = {"reduction": reduction, "grad_specs": {"first": P(None, "data"), "second": P()}}
+    f = ja.value_and_grad(
+        loss_on_devices, num_microbatches=2, spmd_axis_name="data", window_axis_name=W, **options
+    )
+    with jax.set_mesh(mesh()):
+        got = jax.jit(f)(params, batch)
+    expected = jax.jit(jax.value_and_grad(full_on_devices))(params, batch)
+    assert_close(jax.device_get(got), jax.device_get(expected), "float64")
+
+
+def test_flax_batch_norm_over_devices(x64):
+    loss_fn, full_fn, params, stats = flax_losses(Net(2, (W, "data")))
+    _, batch = inputs("float64", rows=32)
+    options = {"has_aux": True, "spmd_axis_name": "data", "window_axis_name": W}
+    f = ja.value_and_grad(loss_fn, num_microbatches=2, **options)
+    with jax.set_mesh(mesh()):
+        got = jax.jit(f)(params, batch, stats)
+    expected = jax.value_and_grad(full_fn, has_aux=True)(params, batch, stats)
+    assert_close(jax.device_get(got), jax.device_get(expected), "float64")
+
+
+def test_the_gradient_is_reduced_once():
+    params, batch = inputs(rows=32)
+    f = ja.value_and_grad(loss_pmean, num_microbatches=2, spmd_axis_name="data", window_axis_name=W)
+    with jax.set_mesh(mesh()):
+        ja.audit(f, params, batch).assert_deferred()
+
+
+# Cost
+
+
+def executions(jaxpr, name):
+    """How often a primitive runs, loops counted by their length."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += eqn.primitive.name == name
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += times * executions(inner, name)
+    return total
+
+
+def products(fn, *args):
+    """How many matrix products the compiled program holds; those in a loop count once."""
+    return len(re.findall(r" dot\(", jax.jit(fn).lower(*args).compile().as_text()))
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_two_forwards_and_one_backward(layers):
+    """Whatever the number of stages, each product and each other costly step."""
+    num = 4
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for _ in range(layers):
+            x = normalise(lax.erf_inv(jnp.tanh(x @ params["first"] / 9)))
+        return ja.mean(x * batch["y"])
+
+    params, batch = inputs()
+    f = ja.value_and_grad(loss_fn, num_microbatches=num, window_axis_name=W)
+    program = jax.make_jaxpr(f)(params, batch).jaxpr
+    assert executions(program, "erf_inv") == 2 * num * layers
+    # Backward there are two for each layer, but one for the first.
+    assert products(f, params, batch) == 2 * layers + 2 * layers - 1
+
+
+def test_stored_products_are_not_computed_again():
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for _ in range(4):
+            x = jax.nn.relu(normalise(x @ params["first"]))
+        return ja.mean(x * batch["y"])
+
+    f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name=W)
+    assert products(f, *inputs()) == 4 + 2 * 4 - 1
+
+
+def temporary(fn, *args):
+    return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory():
+    """Contrast: one micro-batch's activations and the features of all rows."""
+    width, rows = 64, 512
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(width, width)) / 8, jnp.float32) for _ in range(6)]
+    batch = jnp.asarray(rng.normal(size=(rows, width)), jnp.float32)
+
+    def features(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def loss_fn(params, x):
+        z = features(params, x)
+        return ja.mean(jax.nn.logsumexp(z @ lax.all_gather(z, W, tiled=True).T, axis=1))
+
+    def full_fn(params, x):
+        z = features(params, x)
+        return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
+
+    f = ja.value_and_grad(loss_fn, num_microbatches=16, window_axis_name=W)
+    small, large = (temporary(g, params, batch) for g in (f, jax.value_and_grad(full_fn)))
+    assert small < 0.4 * large
+
+
+def test_memory_of_batch_norm():
+    loss_fn, full_fn, params, stats = flax_losses(Net(4, W, 32))
+    _, batch = inputs(rows=2048)
+
+    def of(storage):
+        options = {"window_axis_name": W, "window_axis_storage": storage}
+        return ja.value_and_grad(loss_fn, num_microbatches=16, has_aux=True, **options)
+
+    full = temporary(jax.value_and_grad(full_fn, has_aux=True), params, batch, stats)
+    assert temporary(of("store"), params, batch, stats) < 0.75 * full
+    assert temporary(of("recompute"), params, batch, stats) < 0.25 * full
+
+
+# Refusals
+
+
+def inside_cond(params, batch):
+    h = batch["x"] @ params["first"]
+    h = lax.cond(h.sum() > 0, lambda x: x - lax.pmean(x, W), lambda x: x, h)
+    return ja.mean(h)
+
+
+def inside_while(params, batch):
+    h = lax.while_loop(lambda x: x.sum() < 0, lambda x: x + lax.pmean(x, W), batch["x"])
+    return ja.mean(h @ params["first"])
+
+
+def through_pmax(params, batch):
+    return ja.mean(lax.pmax(batch["x"] @ params["first"], W))
+
+
+def with_groups(params, batch):
+    return ja.mean(lax.psum(batch["x"] @ params["first"], W, axis_index_groups=[[0, 1], [2, 3]]))
+
+
+def moving_weight(params, batch):
+    return ja.Mean(jnp.float32(1), lax.psum(jnp.sum(batch["x"] @ params["first"]), W))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (inside_cond, r"inside `lax.cond`.*test_window_axis.py.*jnp.where"),
+        (inside_while, r"inside `lax.while_loop`.*test_window_axis.py"),
+        (through_pmax, r"goes through `pmax`.*test_window_axis.py.*stop_gradient"),
+        (with_groups, r"axis_index_groups"),
+        (moving_weight, r"weight of `loss` has a gradient"),
+    ],
+)
+def test_losses_that_are_refused(loss_fn, message):
+    f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name=W)
+    with pytest.raises(ValueError, match=message):
+        f(*inputs())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_axis_name": 3}, "name of an axis"),
+        ({"window_axis_storage": "disk"}, "store.*recompute"),
+        ({"skip_nonfinite": True}, "skip_nonfinite"),
+        ({"grad_reducers": ja.Max}, "grad_reducers"),
+        ({"noise_scale": True}, "noise_scale"),
+        ({"axis_name": W}, "both name the axis"),
+        ({"reduction": "unreduced", "spmd_axis_name": "data"}, "unreduced"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ja.accumulate(loss_psum, num_microbatches=2, **{"window_axis_name": W, **options})
+
+
+def test_calls_that_are_refused():
+    params, batch = inputs()
+    f = ja.value_and_grad(loss_psum, num_microbatches=4, window_axis_name=W)
+    with pytest.raises(ValueError, match="`num_real` does not go"):
+        f(params, batch, num_real=2)
+    with pytest.raises(ValueError, match="same number of rows, got 4 of 5 rows and 1 of 4"):
+        ja.value_and_grad(loss_psum, num_microbatches=5, window_axis_name=W)(params, batch)
+    with pytest.raises(ValueError, match="already an axis around"):
+        jax.vmap(lambda _: f(params, batch), axis_name=W)(jnp.ones(2))
+    g = jax.shard_map(
+        ja.value_and_grad(loss_psum, num_microbatches=1, axis_name="data", window_axis_name=W),
+        mesh=mesh(),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match="check_vma=False"):
+        g(params, batch)

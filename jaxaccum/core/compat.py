@@ -210,7 +210,7 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) 
     """Evaluates one equation on `values`."""
     bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
-    with eqn.ctx.manager:
+    with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback):
         out = eqn.primitive.bind(*subfuns, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

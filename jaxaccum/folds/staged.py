@@ -179,10 +179,11 @@ class StagedWindow:
 
         def micro_fn(index: Any, rows: Any) -> Outcome:
             env = self._environment(index, rows, reads)
+            known = {v: _at(self.kept[v], index) for v in stage.stores if v in self.kept}
 
             def body(values: list[Any]) -> Any:
                 inner = env | dict(zip(replay.moving if replay else [], values, strict=True))
-                stages.run(eqns, inner)
+                stages.run(eqns, inner, known)
                 made = self._made(stage, inner) if makes else None
                 return [inner[v] for v in replay.seeds] if replay else [], made
 

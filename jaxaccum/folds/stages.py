@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import checks, compat, staging
@@ -242,11 +243,30 @@ class Plan:
         return flowing
 
 
-def run(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-    """Evaluates equations into `env`, which maps variables to values."""
+def run(eqns: Sequence[Any], env: dict[Any, Any], known: dict[Any, Any]) -> None:
+    """Evaluates equations into `env`, which maps variables to values.
+
+    Args:
+      eqns: the equations.
+      env: the values of what they read.
+      known: the values of some of their results, which are not computed again but where a
+        derivative needs what they were made of.
+    """
     for eqn in eqns:
         outs = compat.bind(eqn, [read(env, atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
+        for v, out in zip(eqn.outvars, outs, strict=True):
+            env[v] = _known(known[v], out) if v in known else out
+
+
+@jax.custom_jvp
+def _known(value: jax.Array, made: jax.Array) -> jax.Array:
+    """`value`, with the derivative of `made`, which nobody then has to compute."""
+    return value
+
+
+@_known.defjvp
+def _known_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1]
 
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
