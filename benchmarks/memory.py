@@ -8,6 +8,11 @@ aliased`; what the compiler, threads and the allocator keep for themselves is me
 of it.
 
     JAX_PLATFORMS=cpu python benchmarks/memory.py > memory.jsonl
+
+With `--platform cuda` or `tpu` the same step is compiled for one H100 or TPU v5e instead, which
+needs the plugin named in clusters.py and no such device. There is nothing to measure then.
+
+    JAX_PLATFORMS=cpu python benchmarks/memory.py --platform cuda --limit-gib 4 > memory.jsonl
 """
 
 import argparse
@@ -20,11 +25,14 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import clusters
 import harness
 import jax
 import jax.numpy as jnp
 import language_model
+import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 
 import jaxaccum as ja
 
@@ -36,11 +44,16 @@ SIZES = {
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=1)
+    parser.add_argument("--platform", choices=("cpu", *clusters.CLUSTERS), default="cpu")
+    parser.add_argument("--limit-gib", type=float, help="bisect for this limit, with --platform")
     parser.add_argument("--measure", type=int, metavar="K", help=argparse.SUPPRESS)
     args = parser.parse_args()
     size = SIZES["quick" if args.quick else "full"]
     if args.measure is not None:
         print(json.dumps(measure(size, args.measure, args.seed)))
+        return
+    if args.platform != "cpu":
+        compiled_elsewhere(size, args)
         return
     fit = ja.fit_microbatch(
         lambda num_microbatches: make_step(size, num_microbatches),
@@ -52,6 +65,26 @@ def main() -> None:
         f"Predicted and measured memory of a step, windows of {size['rows']} rows",
         [row_of(point, args) for point in fit.points],
     )
+
+
+def compiled_elsewhere(size: dict[str, int], args: argparse.Namespace) -> None:
+    """The table for a device that is not here, as `fit_microbatch` prints it."""
+    topology = {"cuda": "1x1x1", "tpu": "v5e:2x2"}[args.platform]
+    shape = (1, 4) if args.platform == "tpu" else (1, 1)
+    mesh = clusters.mesh_of(args.platform, clusters.Cluster(args.platform, topology, shape))
+    sharding = SingleDeviceSharding(np.ravel(mesh.devices)[0])
+
+    def make(num_microbatches: int) -> tuple[Any, Any]:
+        step, given = make_step(size, num_microbatches)
+        return step, jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
+        )
+
+    limit = int((args.limit_gib or 2**20) * 2**30)
+    curve = args.limit_gib is None
+    fit = ja.fit_microbatch(make, examples_per_step=size["rows"], limit_bytes=limit, curve=curve)
+    print(fit, file=sys.stderr)
+    print(json.dumps({"benchmark": "memory", "arguments": vars(args), **fit.as_dict()}))
 
 
 def row_of(point: ja.planning.MemoryPoint, args: argparse.Namespace) -> dict[str, Any]:

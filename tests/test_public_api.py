@@ -89,6 +89,7 @@ SUBMODULES = {
     "accumulators": ["plain", "compensated", "stochastic", "chunked"],
     "loss_scaling": ["static", "dynamic", "unscale"],
     "interop": ["from_optax", "to_optax"],
+    "reporting": ["scalars", "log", "summary", "CsvWriter", "window_report", "plot"],
     "schedules": [
         "by_tokens",
         "by_examples",
