@@ -10,6 +10,8 @@ import numpy as np
 from jaxaccum.core import checks
 from jaxaccum.folds import cut
 
+_INT32 = np.iinfo(np.int32)
+
 
 def windows(iterable: Iterable[Any], num_microbatches: int) -> Iterator[list[Any]]:
     """Groups a loader's micro-batches into windows; the last one may be short.
@@ -33,6 +35,8 @@ def windows(iterable: Iterable[Any], num_microbatches: int) -> Iterator[list[Any
       [[0, 1, 2, 3], [4, 5, 6]]
     """
     size = checks.integer("windows", "num_microbatches", num_microbatches)
+    if not isinstance(iterable, Iterable):
+        raise TypeError(f"windows: `iterable` must be iterable, got {checks.describe(iterable)}.")
     return _windows(iterable, size)
 
 
@@ -147,17 +151,28 @@ def pack(
     length = checks.integer("pack", "length", length)
     if overlong not in ("raise", "split"):
         raise ValueError(f'pack: `overlong` must be "raise" or "split", got {overlong!r}.')
+    padding = checks.integer("pack", "padding", padding, minimum=_INT32.min)
+    if not isinstance(sequences, Iterable):
+        raise TypeError(
+            f"pack: `sequences` must be an iterable of sequences, got {checks.describe(sequences)}."
+        )
     pieces: list[np.ndarray] = []
     for number, sequence in enumerate(sequences):
-        tokens = np.asarray(sequence)
-        if tokens.ndim != 1 or not (np.issubdtype(tokens.dtype, np.integer) or not tokens.size):
+        tokens = _tokens(sequence)
+        if tokens is None:
             raise TypeError(
-                f"pack: sequence {number} must be a flat sequence of token ids, got "
-                f"{checks.describe(tokens)}."
+                f"pack: `sequences[{number}]` must be a flat sequence of token ids, got "
+                f"{checks.describe(sequence)}."
+            )
+        if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
+            raise ValueError(
+                f"pack: `sequences[{number}]` holds a token id that does not fit into int32, "
+                f"between {tokens.min()} and {tokens.max()}."
             )
         if len(tokens) > length and overlong == "raise":
             raise ValueError(
-                f"pack: sequence {number} has {len(tokens)} tokens, more than `length`, {length}. "
+                f"pack: `sequences[{number}]` has {len(tokens)} tokens, more than `length`, "
+                f"{length}. "
                 'Pass overlong="split" to cut it into pieces.'
             )
         pieces += [tokens[i : i + length] for i in range(0, len(tokens), length)]
@@ -184,6 +199,16 @@ def pack(
             packed.positions[row, span] = np.arange(len(piece))
             start += len(piece)
     return packed
+
+
+def _tokens(sequence: Any) -> np.ndarray | None:
+    """A flat sequence of integers as an array; `None` for anything else."""
+    try:
+        tokens = np.asarray(sequence)
+    except ValueError:  # ragged
+        return None
+    integers = np.issubdtype(tokens.dtype, np.integer) or not tokens.size
+    return tokens if tokens.ndim == 1 and integers else None
 
 
 class _Rooms:
@@ -232,5 +257,9 @@ def example_keys(key: jax.Array, batch_size: int, *, start: Any = 0) -> jax.Arra
     """
     size = checks.integer("example_keys", "batch_size", batch_size)
     checks.key("example_keys", key)
+    if np.shape(start) or not jnp.issubdtype(getattr(start, "dtype", type(start)), jnp.integer):
+        raise TypeError(
+            f"example_keys: `start` must be an integer scalar, got {checks.describe(start)}."
+        )
     numbers = jnp.arange(size) + start
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxaccum.core import checks
@@ -51,6 +52,11 @@ def from_optax(tx: Any, params: Any, state: Any, *, use_grad_mean: bool = True) 
         if empty is None:
             return None
         total, *errors = jax.tree.leaves(empty)
+        if np.shape(acc) != total.shape:
+            raise ValueError(
+                f"from_optax: `state` accumulates {checks.describe(acc)} in the place of a "
+                f"parameter of shape {total.shape}. Pass the parameters that it was made for."
+            )
         factor = mini_step.astype(total.dtype) if use_grad_mean else jnp.ones((), total.dtype)
         new = [factor * jnp.asarray(acc, total.dtype), *errors]
         return jax.tree.unflatten(jax.tree.structure(empty), new)
@@ -129,6 +135,7 @@ def from_inner_state(
       >>> print(state.micro_step, state.weight)
       0 0.0
     """
+    checks.transformation("from_inner_state", "tx", tx)
     fresh = tx.init(params)
     if not isinstance(fresh, MultiStepsState):
         raise TypeError(
@@ -142,6 +149,13 @@ def from_inner_state(
         fresh.inner_state,
         remedy="Pass the state of the optimizer that `tx` wraps.",
     )
+    if not (checks.is_array(optimizer_step) and np.shape(optimizer_step) == ()) or not (
+        jnp.issubdtype(jnp.result_type(optimizer_step), jnp.integer)
+    ):
+        raise TypeError(
+            "from_inner_state: `optimizer_step` must be an integer scalar, got "
+            f"{checks.describe(optimizer_step)}."
+        )
     return fresh._replace(
         optimizer_step=jnp.asarray(optimizer_step, jnp.int32),
         inner_state=jax.tree.map(

@@ -1,5 +1,6 @@
 """One training step to copy: a window, a clip-ready gradient, one optimizer step."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -152,6 +153,12 @@ def train_step(
     """
     checks.transformation("train_step", "optimizer", optimizer)
     inner = in_one_precision(optimizer)
+    unknown = window_options.keys() - inspect.signature(accumulate).parameters.keys()
+    if unknown:
+        raise TypeError(
+            f"train_step: `{min(unknown)}` is no keyword of `ja.accumulate`, whose options a step "
+            "takes."
+        )
     argnums = window_options.get("argnums", 0)
     if argnums != 0:
         raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
@@ -164,6 +171,12 @@ def train_step(
     accumulate_fn = accumulate(loss_fn, **window_options)
 
     def init_fn(params: Any) -> StepState:
+        checks.arrays("train_step", params, name="params")
+        if isinstance(params, optax.LookaheadParams):
+            raise TypeError(
+                "train_step: `params` are `optax.LookaheadParams`, of which only the fast ones "
+                "have a gradient. Call `ja.value_and_grad` on `params.fast` in a step of your own."
+            )
         inner_state = inner.init(_trainable(params))
         if find_states(inner_state):
             raise ValueError(
@@ -186,6 +199,7 @@ def train_step(
     def step_fn(
         params: Any, state: StepState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
     ) -> tuple[Any, StepState, StepInfo]:
+        _check_state(state, inner, params)
         if (state.loss_scale is None) != (loss_scale is None):
             raise ValueError(
                 "train_step: `state` and this step differ in whether they have a `loss_scale`. Put "
@@ -287,6 +301,18 @@ def train_step(
         return new_params, new_state, info
 
     return TrainStep(init_fn, jax.jit(step_fn, donate_argnums=(0, 1) if donate else ()))
+
+
+def _check_state(state: Any, inner: Any, params: Any) -> None:
+    """Requires the state of this optimizer and these parameters."""
+    if not isinstance(state, StepState):
+        raise TypeError(
+            f"train_step: `state` must come from `init`, got {type(state).__name__}. For a plain "
+            "optimizer state: `init(params)._replace(inner_state=state)`."
+        )
+    like = jax.eval_shape(inner.init, _trainable(params))
+    remedy = "Pass the state that `init` made for this optimizer and these parameters."
+    checks.same_structure("train_step", "state.inner_state", state.inner_state, like, remedy=remedy)
 
 
 def _trainable(params: Any) -> Any:

@@ -56,8 +56,15 @@ def one_of(function: str, **arguments: Any) -> None:
 
 def same_tree(a: Any, b: Any) -> bool:
     """Whether two trees have the same structure."""
-    tree: Any = jax.tree.structure(a)
-    return bool(tree == jax.tree.structure(b))
+    return same_structures(jax.tree.structure(a), jax.tree.structure(b))
+
+
+def same_structures(a: Any, b: Any) -> bool:
+    """Whether two tree structures are the same.
+
+    Their own comparison takes dataclasses of equal fields for each other, `Sum` for `Max`.
+    """
+    return bool(a == b) and str(a) == str(b)
 
 
 def same_structure(function: str, name: str, got: Any, expected: Any, *, remedy: str) -> None:
@@ -118,11 +125,20 @@ def arrays(
 ) -> None:
     """Requires every leaf to be an array or a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
+        if not is_array(leaf):
             raise TypeError(
                 f"{function}: `{name}{jax.tree_util.keystr(path)}` must be an array, got "
                 f"{describe(leaf)} of type {type(leaf).__name__}. {remedy}"
             )
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array of numbers, booleans or PRNG keys, or a Python number."""
+    kind = getattr(x, "dtype", None)
+    if kind is None:
+        return isinstance(x, bool | int | float | complex)
+    text_or_object = isinstance(kind, np.dtype) and kind.kind in "OSUMmV"
+    return not text_or_object or kind == jax.dtypes.float0 or jnp.issubdtype(kind, jnp.number)
 
 
 def transformation(function: str, name: str, value: Any) -> None:

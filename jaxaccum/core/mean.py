@@ -102,6 +102,7 @@ class Mean:
     @property
     def value(self) -> jax.Array:
         """`total / weight` in float32 or wider; nan where `weight == 0`."""
+        self._check()
         return divide(self.total, self.weight, empty=jnp.nan)
 
     @classmethod
@@ -122,14 +123,25 @@ class Mean:
           >>> print((Mean.from_value(float("nan"), 0) + Mean.from_value(1.0, 7)).value)
           1.0
         """
+        cls(value, weight)._check()
         dtype = compat.promote(value, weight, jnp.float32)
         value, factor = jnp.asarray(value, dtype), jnp.asarray(weight, dtype)
         is_empty = jnp.broadcast_to(factor == 0, value.shape)
         kept = jnp.where(is_empty, jnp.zeros_like(value), value)
         return cls(kept * factor, weight)
 
+    def _check(self) -> None:
+        for name, part in (("total", self.total), ("weight", self.weight)):
+            if not checks.is_array(part):
+                raise TypeError(f"Mean: `{name}` must be an array, got {checks.describe(part)}.")
+        _check_fits("weight", self.weight, self.total)
+
     def __add__(self, other: Any) -> "Mean":
         if isinstance(other, Mean):
+            self._check()
+            other._check()
+            _check_fits("total", self.total, other.total)
+            _check_fits("weight", self.weight, other.weight)
             return Mean(add(self.total, other.total), add(self.weight, other.weight))
         if isinstance(other, int) and other == 0:  # the start value of `sum([...])`
             return self
@@ -209,6 +221,8 @@ def mean(values: Any, where: Any = None, *, weights: Any = None) -> Mean:
             return Mean(jnp.sum(values), jnp.asarray(values.size, jnp.int32))
         return Mean(jnp.sum(values), jnp.sum(kept, dtype=jnp.int32))
     weights = _array("weights", weights)
+    if jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        raise TypeError(f"mean: `weights` must be real, got {checks.describe(weights)}.")
     weights = _fit("weights", weights, values).astype(wide(weights.dtype))
     if kept is not None:
         weights = jnp.where(kept, weights, jnp.zeros_like(weights))
@@ -232,9 +246,18 @@ def kept_sum(total: jax.Array, estimate: jax.Array) -> jax.Array:
     return jnp.where(near, total, lost(total.dtype))
 
 
+def _check_fits(name: str, x: Any, other: Any) -> None:
+    try:
+        np.broadcast_shapes(np.shape(x), np.shape(other))
+    except ValueError:
+        raise ValueError(
+            f"Mean: `{name}` has the shape {np.shape(x)}, which does not fit {np.shape(other)}."
+        ) from None
+
+
 def _array(name: str, x: Any) -> jax.Array:
     try:
-        array = jnp.asarray(x)
+        array = jnp.asarray([x] if isinstance(x, str) else x)  # JAX would read a text as a dtype
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"mean: `{name}` must be an array of numbers, got {checks.describe(x)}."

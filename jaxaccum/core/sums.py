@@ -105,12 +105,13 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
     for sums in (a, b):
         if not isinstance(sums, WindowSums):
             raise TypeError(
-                f"merge: expected two `WindowSums` from `accumulate`, got {checks.describe(sums)}."
+                "merge: `a` and `b` must be `WindowSums` from `accumulate`, got "
+                f"{checks.describe(sums)}."
             )
     _check_denominators(a, b)
     if not checks.same_tree(a, b):
         raise ValueError(
-            f"merge: the sums have different structures, {jax.tree.structure(a)} and "
+            f"merge: `a` and `b` have different structures, {jax.tree.structure(a)} and "
             f"{jax.tree.structure(b)}. Make both with the same loss function and options."
         )
     if a.model_state is not None and not isinstance(a.model_state, StateSums):
@@ -121,6 +122,7 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
     if a.grad_reducers is None:  # else the gradients of the batch's rows differ in their number
         remedy = "Make both with the same loss function and parameters."
         checks.same_structure("merge", "b.grads", b.grads, a.grads, remedy=remedy)
+    _check_aux(a.aux, b.aux)
     leaves_a, tree = jax.tree.flatten(a.grads)
     reducers = a.grad_reducers or (Addition(),) * len(leaves_a)
     grads = [
@@ -149,6 +151,19 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
         noise=jax.tree.map(add, a.noise, b.noise),
         model_state=model_state,
     )
+
+
+def _check_aux(a: Any, b: Any) -> None:
+    """Requires that auxiliary outputs agree in all but the axis along which they are joined."""
+    reducers = jax.tree.leaves(reducers_of(a))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), reducers, strict=True)
+    for (path, x), y, reducer in pairs:
+        skipped = 1 if reducer.emits else 0
+        if np.shape(x)[skipped:] != np.shape(y)[skipped:]:
+            raise ValueError(
+                f"merge: `b.aux{jax.tree_util.keystr(path)}` is {checks.describe(y)}, expected the "
+                f"shape of {checks.describe(x)}. Make both with the same loss function."
+            )
 
 
 def _check_denominators(a: WindowSums, b: WindowSums) -> None:

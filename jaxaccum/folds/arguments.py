@@ -108,9 +108,9 @@ def denominators(function: str, given: Any, terms: Any) -> list[Any]:
             f"{remedy}"
         )
     for leaf in leaves:
-        if np.shape(leaf):
+        if np.shape(leaf) or np.iscomplexobj(leaf):
             raise ValueError(
-                f"{function}: `denominators` must be scalars, got {checks.describe(leaf)}."
+                f"{function}: `denominators` must be real scalars, got {checks.describe(leaf)}."
             )
     return [jnp.asarray(d) for d in leaves]
 

@@ -21,7 +21,7 @@ from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
 from jaxaccum.folds import unreduced_types as unreduced
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.gradients import Differentiated
-from jaxaccum.folds.losses import Loss, stage_loss
+from jaxaccum.folds.losses import Loss, check_same_outputs, stage_loss
 from jaxaccum.folds.model_state import ModelState, check_given
 from jaxaccum.folds.scan import Outcome, fold
 from jaxaccum.numerics import loss_scaling
@@ -82,7 +82,7 @@ class Bound:
     def _find_shards(self) -> None:
         """Which parameters come in parts, and which gradient sums are left in parts."""
         name, options = self.options.function, self.options
-        whole = self.tree.select(self.tree.rebuild(self.moving)) if self.moving else ()
+        whole = self.tree.select(self.tree.rebuild(self.moving)) if self.tree.leaves else ()
 
         def find(argument: str, specs: Any) -> list[shards.Shard | None]:
             found = shards.shards(name, argument, specs, whole, self.axes)
@@ -165,6 +165,8 @@ class Bound:
                 devices.check_undivided(
                     self.options.function, loss.program, loss.terms.num_leaves, self.axes
                 )
+            for other in self._losses.values():
+                check_same_outputs(self.options.function, loss, other)
             self._losses[size] = loss
         cut_leaves = len(jax.tree.leaves(rows)) if 1 in self.tree.positions else 0
         differentiated = [

@@ -80,8 +80,7 @@ def batch_size(function: str, batch: Any) -> int:
     sizes: dict[int, str] = {}
     for path, leaf in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"
-        kind = getattr(leaf, "dtype", None)
-        if isinstance(kind, np.dtype) and kind.kind in "OSU":
+        if not checks.is_array(leaf):
             raise TypeError(
                 f"{function}: `{name}` must be an array of numbers, got {checks.describe(leaf)}. "
                 "Keep texts and objects out of the batch."

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean
-from jaxaccum.core.reducers import Concat, is_marked
+from jaxaccum.core.reducers import Concat, Mark, Max, Min, is_marked
 
 _FIX = (
     "Return an undivided mean, so that micro-batches of different weight merge exactly: "
@@ -114,15 +114,42 @@ def stage_loss(
 
 
 def check_rows(function: str, name: str, outputs: Any, rows: int) -> None:
-    """Requires one entry for each row of what is marked as per example."""
+    """Requires that each mark can combine what it marks: rows of the micro-batch, real numbers."""
     for keys, mark in jax.tree_util.tree_leaves_with_path(outputs, is_leaf=is_marked):
-        for leaf in jax.tree.leaves(mark) if isinstance(mark, Concat) else ():
-            if leaf.shape[:1] != (rows,):
+        where = f"{function}: `{name}{jax.tree_util.keystr(keys)}`"
+        marked = is_marked(mark)
+        inside = jax.tree.leaves(mark.value, is_leaf=is_marked) if isinstance(mark, Mark) else []
+        if any(map(is_marked, inside)):
+            raise TypeError(
+                f"{where} is a mark around a mark; only one can say how it is combined."
+            )
+        for leaf in jax.tree.leaves(mark):
+            if isinstance(mark, Concat) and leaf.shape[:1] != (rows,):
                 raise ValueError(
-                    f"{function}: `{name}{jax.tree_util.keystr(keys)}` is marked `ja.Concat`, so "
-                    f"its axis 0 must be the micro-batch's {rows} rows, got "
+                    f"{where} is marked `ja.Concat`, so its axis 0 must be the micro-batch's "
+                    f"{rows} rows, got {checks.describe(leaf)}."
+                )
+            number = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_
+            ordered = not jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+            if not number or (isinstance(mark, Max | Min) and not ordered):
+                kind = (
+                    f"is marked `ja.{type(mark).__name__}`, so it" if marked else "is stacked; it"
+                )
+                raise TypeError(
+                    f"{where} {kind} must hold {'numbers' if not number else 'real numbers'}, got "
                     f"{checks.describe(leaf)}."
                 )
+
+
+def check_same_outputs(function: str, loss: Loss, other: Loss) -> None:
+    """Requires micro-batches of different size to return the same terms, marks and structure."""
+    for name, a, b in (("loss", loss.terms, other.terms), ("aux", loss.aux_tree, other.aux_tree)):
+        if not checks.same_structures(a, b):
+            raise ValueError(
+                f"{function}: `{name}` must have the same structure for every micro-batch, but it "
+                f"is {a} for one size of micro-batch and {b} for another. Return the same terms "
+                "and marks, or let the batch divide evenly."
+            )
 
 
 def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -143,8 +170,16 @@ def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
                 f"them, but `loss{jax.tree_util.keystr(path)}` is {_say(leaf)}, and by what it "
                 f"was divided cannot be known. {_FIX}{hint}"
             )
+        for name, part in (("total", leaf.total), ("weight", leaf.weight)):
+            if not checks.is_array(part):
+                raise TypeError(
+                    f"{function}: the {name} of `loss{jax.tree_util.keystr(path)}` must be a real "
+                    f"scalar, got {_say(part)}."
+                )
     if not leaves:
-        raise TypeError(f"{function}: the loss function returned {_say(loss)}. {_FIX}")
+        raise TypeError(
+            f"{function}: `loss_fn` must return a `ja.Mean`, but it returned {_say(loss)}. {_FIX}"
+        )
     checks.arrays(function, aux, name="aux", remedy="Return only arrays and numbers in `aux`.")
     return loss, aux
 

@@ -128,6 +128,29 @@ def carries_of(updates: Any, grad_carry: Any, *, bare: bool) -> list[Any]:
     return carries
 
 
+def check_params(params: Any, updates: Any) -> None:
+    """Requires the parameters to have the structure and shapes of the gradients."""
+    remedy = "Pass the parameters that `init` saw, as they are now."
+    is_none = lambda x: x is None  # noqa: E731
+    trees: Any = [jax.tree.structure(tree, is_leaf=is_none) for tree in (params, updates)]
+    if trees[0] != trees[1]:
+        raise ValueError(
+            f"multi_steps: `params` has the tree structure {trees[0]}, but `updates` has "
+            f"{trees[1]}. {remedy}"
+        )
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(params, is_leaf=is_none),
+        jax.tree.leaves(updates, is_leaf=is_none),
+        strict=True,
+    )
+    for (path, leaf), grad in pairs:
+        if leaf is not None and grad is not None and np.shape(leaf) != np.shape(grad):
+            raise ValueError(
+                f"multi_steps: `params{jax.tree_util.keystr(path)}` is {checks.describe(leaf)}, "
+                f"but its gradient is {checks.describe(grad)}. {remedy}"
+            )
+
+
 def rebuild(carries: Sequence[Any], grad_carry: Any, updates: Any) -> Any:
     """`grad_carry` with new carries in the places of inexact gradients."""
     held, tree = jax.tree.flatten(grad_carry, is_leaf=accumulators.is_carry)

@@ -24,7 +24,7 @@ from jaxaccum.folds.handover import (
     own_buffer,
 )
 from jaxaccum.folds.inner import differentiated, in_one_precision
-from jaxaccum.folds.open_window import OpenWindow, carries_of, rebuild
+from jaxaccum.folds.open_window import OpenWindow, carries_of, check_params, rebuild
 from jaxaccum.folds.stream_arguments import (
     check_given,
     check_local,
@@ -165,7 +165,7 @@ def multi_steps(
         flush: bool = False,
         **extra_args: Any,
     ) -> tuple[Any, MultiStepsState]:
-        check_given(updates, state, loss_scale)
+        check_given(updates, state, loss_scale, flush=flush)
         axes = devices.axes("multi_steps", axis_name)
         grad_carry, weight_carry, mean_sums = devices.without_device_axis(
             (state.grad_carry, state.weight_carry, state.mean_args), axes
@@ -184,6 +184,8 @@ def multi_steps(
         else:
             check_local(updates, axes)
         carries = carries_of(updates, grad_carry, bare=bare)
+        if params is not None:
+            check_params(differentiated(params), updates)
         key = None
         if accumulator.needs_key and not flush:
             key = rounding_key(extra_args.pop("key", None), axes)

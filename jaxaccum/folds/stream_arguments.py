@@ -12,18 +12,22 @@ from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
-from jaxaccum.folds.stream_state import MultiStepsState
+from jaxaccum.folds.stream_state import check_state
 
 
-def check_given(updates: Any, state: Any, loss_scale: Any) -> None:
+def check_given(updates: Any, state: Any, loss_scale: Any, *, flush: Any) -> None:
     """Refuses sums in the place of gradients, and states of something else."""
-    if not isinstance(state, MultiStepsState):
-        raise TypeError(f"multi_steps: `state` must come from `init`, got {type(state).__name__}.")
+    check_state(state)
+    if not isinstance(flush, bool):
+        raise TypeError(
+            f"multi_steps: `flush` must be a static bool, got {checks.describe(flush)}."
+        )
     if isinstance(updates, WindowSums):
         raise TypeError(
             "multi_steps: `updates` is a `WindowSums`; pass `sums.grads`, with "
             "`weight=sums.weight`."
         )
+    checks.arrays("multi_steps", updates, name="updates")
     if (state.loss_scale is None) != (loss_scale is None):
         made = "without" if state.loss_scale is None else "with"
         raise ValueError(
@@ -52,6 +56,7 @@ def rounding_key(key: Any, axes: tuple[str, ...]) -> jax.Array:
             "multi_steps: the accumulator rounds stochastically and needs `key=`, a PRNG key for "
             "each call of `update`, for example `key=jax.random.fold_in(key, micro_step)`."
         )
+    checks.key("multi_steps", key)
     return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
 
@@ -68,6 +73,13 @@ def split_extra_args(
             raise TypeError(
                 f"multi_steps: the extra argument `{name}` is a `ja.Mean`, but `mean_args` names "
                 f"only {tuple(mean_args)}. Add it there, or pass its `.value`."
+            )
+        if not all(
+            checks.is_array(x) and not np.iscomplexobj(x) for x in (value.total, value.weight)
+        ):
+            raise TypeError(
+                f"multi_steps: the extra argument `{name}` must be a `ja.Mean` of real scalars, "
+                f"got {checks.describe(value.total)} over {checks.describe(value.weight)}."
             )
         if np.shape(value.total) or np.shape(value.weight):
             raise ValueError(

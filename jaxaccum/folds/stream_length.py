@@ -56,8 +56,13 @@ def window_length(every: Any, optimizer_step: jax.Array) -> Any:
         return 1
     if not callable(every):
         return every
-    length = jnp.asarray(every(optimizer_step))
-    if length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
+    length = every(optimizer_step)
+    length = jnp.asarray(length) if checks.is_array(length) else length
+    if (
+        np.shape(length)
+        or not isinstance(length, jax.Array)
+        or not jnp.issubdtype(length.dtype, jnp.integer)
+    ):
         raise TypeError(
             "multi_steps: `every`, called with the optimizer step, must return an integer scalar, "
             f"got {checks.describe(length)}. Round it: `jnp.int32(...)`."

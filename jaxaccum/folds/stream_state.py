@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
@@ -78,6 +79,35 @@ class MultiStepsState(NamedTuple):
         return weights.read(self.weight_carry)
 
 
+_FLAGS = ("updated", "diverged")
+_COUNTS = (
+    "micro_step", "optimizer_step", "num_skipped", "num_empty", "num_dropped", "num_bad_in_row",
+)  # fmt: skip
+
+
+def check_state(state: Any) -> None:
+    """Requires a `MultiStepsState` whose counters and weight are as `init` makes them.
+
+    Raises:
+      TypeError: it is something else, or a field is.
+    """
+    if not isinstance(state, MultiStepsState):
+        raise TypeError(f"multi_steps: `state` must come from `init`, got {type(state).__name__}.")
+    for name in (*_COUNTS, *_FLAGS):
+        field, kind = getattr(state, name), jnp.bool_ if name in _FLAGS else jnp.int32
+        if not hasattr(field, "dtype") or field.dtype != kind or np.shape(field):
+            raise TypeError(
+                f"multi_steps: `state.{name}` must be a scalar of {jnp.dtype(kind)}, got "
+                f"{checks.describe(field)}. Restore the state into that of `init`."
+            )
+    pair = state.weight_carry
+    if not (isinstance(pair, accumulators.Compensated) and all(map(checks.is_array, pair))):
+        raise TypeError(
+            "multi_steps: `state.weight_carry` must be a pair of floats, got "
+            f"{checks.describe(pair)}. Restore the state into that of `init`."
+        )
+
+
 def find_states(state: Any) -> list[MultiStepsState]:
     """All `MultiStepsState`s in an optimizer state."""
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MultiStepsState))
@@ -138,6 +168,8 @@ def state_specs(state: Any, axis_name: str | Sequence[str]) -> Any:
       P('data',) P()
     """
     names = devices.names_of("state_specs", "axis_name", axis_name)
+    if not names:
+        raise TypeError("state_specs: `axis_name` must be the name of a mesh axis, got None.")
     local = PartitionSpec(names if len(names) > 1 else names[0])
 
     def specs(node: Any) -> Any:
@@ -187,6 +219,7 @@ def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[A
       >>> print(updates, ja.has_updated(state))
       -3.0 True
     """
+    checks.transformation("flush", "tx", tx)
     if params is None or not find_states(state):
         params_like = find_state("flush", state).grad_sum
     else:

@@ -385,6 +385,9 @@ def _options(
             "`param_specs` or `grad_specs` leaves each device a part. Use `spmd_axis_name` under "
             "plain `jit`, whose sums are global arrays."
         )
+    unroll = others.get("unroll", 1)
+    if not isinstance(unroll, bool):
+        others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)
     number, size = cut.check_cut(function, num_microbatches, microbatch_size)
     return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
 

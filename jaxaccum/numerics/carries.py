@@ -59,11 +59,14 @@ def read(carries: Any) -> Any:
       The same tree with one array for each carry.
     """
 
+    checks.arrays("accumulators.read", carries, name="carries")
+
     def one(carry: Any) -> Any:
         if isinstance(carry, Compensated):
             return carry.total
         if isinstance(carry, Chunked):
             return add(carry.total, carry.run)
+        carry = jnp.asarray(carry)
         return carry.astype(wide(carry.dtype))
 
     return jax.tree.map(one, carries, is_leaf=lambda c: isinstance(c, _CARRIES))
@@ -81,7 +84,7 @@ def floating(function: str, dtype: Any) -> Any:
       TypeError: it is something else.
     """
     try:
-        resolved = jnp.dtype(dtype)
+        resolved = jnp.dtype("object" if dtype is None else dtype)  # NumPy takes None for float64
     except TypeError as error:
         raise TypeError(
             f"{function}: `dtype` must be a floating dtype, got {checks.describe(dtype)}."
