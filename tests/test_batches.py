@@ -109,7 +109,7 @@ def test_targets_are_the_next_tokens_of_the_same_sequence():
 
 
 def test_long_sequences_are_refused_or_split():
-    with pytest.raises(ValueError, match="sequence 1 has 5 tokens, more than `length`, 3"):
+    with pytest.raises(ValueError, match=r"`sequences\[1\]` has 5 tokens, more than `length`, 3"):
         ja.pack([[1], range(5)], 3)
     packed = ja.pack([[1], range(5)], 3, overlong="split")
     assert sorted(np.bincount(packed.segment_ids.ravel())[1:].tolist()) == [2, 4]
