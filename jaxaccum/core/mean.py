@@ -257,7 +257,9 @@ def _check_fits(name: str, x: Any, other: Any) -> None:
 
 def _array(name: str, x: Any) -> jax.Array:
     try:
-        array = jnp.asarray([x] if isinstance(x, str) else x)  # JAX would read a text as a dtype
+        if isinstance(x, str):  # JAX would read it as a dtype
+            raise TypeError
+        array = jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"mean: `{name}` must be an array of numbers, got {checks.describe(x)}."
