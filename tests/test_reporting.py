@@ -52,6 +52,12 @@ def test_scalars_of_a_step():
     assert not [name for name in found if "carry" in name]
 
 
+def test_scalars_are_in_the_order_of_the_fields():
+    found = list(ja.reporting.scalars({"z": 1, "info": step_info(), "a": jnp.int32(2)}))
+    assert (found[0], found[-1]) == ("z", "a")
+    assert found[1:4] == ["info/loss", "info/weight", "info/grad_norm"]
+
+
 def test_every_scalar_field_is_there():
     """Also fields that records gain later."""
     info = step_info()

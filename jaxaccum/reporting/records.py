@@ -52,8 +52,8 @@ def scalars(info: Any, *, prefix: str = "") -> dict[str, int | float]:
             "scalars: `info` holds traced values, so it was called inside of `jit`. Return the "
             "record from the step and call it on what comes back."
         )
-    values = jax.device_get(found)
-    return {prefix + name: _number(value) for name, value in values.items()}
+    values = jax.device_get(list(found.values()))  # of a dictionary it would sort the names
+    return {prefix + name: _number(value) for name, value in zip(found, values)}
 
 
 def _walk(name: str, node: Any) -> Iterator[tuple[str, Any]]:
