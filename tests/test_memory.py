@@ -11,6 +11,7 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -106,6 +107,20 @@ def test_bisection_finds_what_the_curve_shows(whole_curve, place):
     assert len(found.points) <= 6  # of ten: both ends, and a bisection of the eight between
     assert [p.fits for p in found.points] == sorted((p.fits for p in found.points), reverse=True)
     assert f"num_microbatches={below.num_microbatches}, " in str(found)
+
+
+def test_the_window_stays_the_same():
+    """The micro-batch that fits changes how often it runs, and not the gradient."""
+    found = fit(limit_bytes=300_000)
+    assert 1 < found.num_microbatches < ROWS
+    assert found.num_microbatches * found.microbatch_size == ROWS
+    w = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / WIDTH**0.5
+    x = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    loss, grad = bare_step(found.num_microbatches)[0](w, x)
+    expected, expected_grad = jax.value_and_grad(lambda w: loss_fn(w, x).value)(w)
+    scale = float(jnp.abs(expected_grad).max())
+    np.testing.assert_allclose(loss, expected, atol=1e-6)
+    np.testing.assert_allclose(grad, expected_grad, atol=20 * scale * 2.0**-23)
 
 
 def test_the_limit_itself_fits(whole_curve):

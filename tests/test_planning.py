@@ -7,7 +7,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxaccum as ja
@@ -44,6 +44,7 @@ def test_examples():
     assert (with_tokens.tokens_per_step, with_tokens.tokens_per_microbatch) == (480, 40)
 
 
+@settings(deadline=None)
 @given(
     target=st.integers(1, 10_000),
     length=st.integers(1, 40),

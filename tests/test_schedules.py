@@ -109,6 +109,39 @@ def test_rewindow_moves_a_schedule_of_optimizer_steps_to_other_windows():
     assert float(growing(110)) == pytest.approx(intended(70), rel=1e-5)
 
 
+G = 1e9
+OPTAX = {
+    "constant": optax.constant_schedule(0.3),
+    "linear": optax.linear_schedule(0.0, 1.0, 8 * G),
+    "polynomial": optax.polynomial_schedule(1.0, 0.1, 2, 8 * G, 3 * G),
+    "cosine": optax.cosine_decay_schedule(1.0, 9 * G),
+    "exponential": optax.exponential_decay(1.0, 3 * G, 0.5, staircase=True),
+    "piecewise": optax.piecewise_constant_schedule(1.0, {3 * G: 0.5, 6 * G: 0.5}),
+    "interpolate": optax.piecewise_interpolate_schedule("cosine", 1.0, {3 * G: 0.5, 6 * G: 0.5}),
+    "warm-up, constant": optax.warmup_constant_schedule(0.0, 1.0, 5 * G),
+    "warm-up, cosine": optax.warmup_cosine_decay_schedule(0.0, 1.0, 3 * G, 9 * G),
+    "warm-up, exponential": optax.warmup_exponential_decay_schedule(0.0, 1.0, 3 * G, 2 * G, 0.5),
+    "joined": optax.join_schedules(
+        [optax.linear_schedule(0.0, 1.0, 4 * G), optax.cosine_decay_schedule(1.0, 5 * G)], [4 * G]
+    ),
+    "restarts": optax.sgdr_schedule(
+        [
+            {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": G, "decay_steps": 4 * G},
+            {"init_value": 0.1, "peak_value": 0.5, "warmup_steps": G, "decay_steps": 5 * G},
+        ]
+    ),
+    # One-cycle schedules round their boundaries to ints: count in larger units.
+    "one cycle": lambda tokens: optax.cosine_onecycle_schedule(9000, 1.0)(tokens / 1e6),
+}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_every_schedule_of_optax_takes_tokens_past_2_to_the_31(name):
+    schedule = jax.jit(ja.schedules.by_tokens(OPTAX[name], tokens_per_step=500_000_000))
+    for step in range(25):
+        assert schedule(step) == jax.jit(OPTAX[name])(jnp.float32(step * 500_000_000))
+
+
 # Exact counts
 
 
