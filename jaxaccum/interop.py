@@ -1,5 +1,6 @@
-"""States from and to Optax, to take up accumulation, or leave it, in the middle of a run."""
+"""States from and to Optax and other numbers of devices, in the middle of a run."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,9 +10,9 @@ import optax
 
 from jaxaccum.core import checks
 from jaxaccum.core.mean import divide
-from jaxaccum.folds.stream_state import MultiStepsState
+from jaxaccum.folds.stream_state import MultiStepsState, find_states
 from jaxaccum.numerics import weights
-from jaxaccum.numerics.accumulators import is_carry
+from jaxaccum.numerics.accumulators import is_carry, join
 
 
 def from_optax(tx: Any, params: Any, state: Any, *, use_grad_mean: bool = True) -> MultiStepsState:
@@ -162,3 +163,71 @@ def from_inner_state(
             lambda x, like: jnp.array(x, like.dtype, copy=True), inner_state, fresh.inner_state
         ),
     )
+
+
+def reshape_devices(state: Any, num_devices: int | None) -> Any:
+    """A state whose open windows lie on another number of devices, with the same mean.
+
+    The sums of the devices that meet on one are added, with their error terms; new devices begin
+    with nothing. `sum_d grad_sum_d / sum_d weight_d` stays, bit for bit where the sums are exact.
+    Sums carried in bfloat16 are rounded once more where devices meet.
+
+    Args:
+      state: the state of `multi_steps(axis_name=...)`, alone or inside that of `optax.chain` and
+        the like, outside of `jit`, with its leading axis of devices. A state without that axis,
+        of one device, is taken as well.
+      num_devices: how many devices there are now; `None` for a stream without `axis_name`.
+
+    Returns:
+      The state with new arrays in its device-local fields, on the default device. Lay them out with
+      `jax.device_put` and `ja.state_specs`.
+
+    Raises:
+      TypeError: `num_devices` is not an integer.
+      ValueError: it is less than 1, `state` holds no `multi_steps` state, or another host holds a
+        part of it.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> state = ja.multi_steps(optax.sgd(1.0), 4, axis_name="data").init(jnp.float32(0))
+      >>> state = state._replace(grad_carry=jnp.arange(4.0))  # from four devices
+      >>> state = state._replace(weight_carry=jax.tree.map(lambda x: x + jnp.ones(4),
+      ...                                                  state.weight_carry))
+      >>> print(reshape_devices(state, 2).grad_carry)
+      [1. 5.]
+    """
+    if num_devices is not None:
+        num_devices = checks.integer("reshape_devices", "num_devices", num_devices)
+    if not find_states(state):
+        raise ValueError(
+            f"reshape_devices: `state` holds no `multi_steps` state, got {checks.describe(state)}."
+        )
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, MultiStepsState):
+            return node
+        has_axis = np.ndim(node.weight_carry.total) == 1
+        local = {n: getattr(node, n) for n in ("weight_carry", "grad_carry", "mean_args")}
+        fold = functools.partial(_fold_devices, has_axis=has_axis, num_devices=num_devices)
+        return node._replace(**jax.tree.map(fold, local, is_leaf=is_carry))
+
+    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, MultiStepsState))
+
+
+def _fold_devices(carry: Any, *, has_axis: bool, num_devices: int | None) -> Any:
+    if carry is None:
+        return None
+    arrays = jax.tree.leaves(carry)
+    if not all(getattr(x, "is_fully_addressable", True) for x in arrays):
+        raise ValueError(
+            "reshape_devices: another host holds a part of `state`. Restore a checkpoint on one "
+            "host, or gather it first."
+        )
+    carry = jax.tree.map(lambda x: np.asarray(x) if has_axis else np.asarray(x)[None], carry)
+    rows = [jax.tree.map(lambda x, i=i: x[i], carry) for i in range(len(jax.tree.leaves(carry)[0]))]
+    nothing = jax.tree.map(np.zeros_like, rows[0])
+    groups = np.array_split(np.arange(len(rows)), num_devices or 1)
+    folded = [functools.reduce(join, [rows[i] for i in g]) if len(g) else nothing for g in groups]
+    if num_devices is None:
+        return jax.tree.map(jnp.array, folded[0])
+    return jax.tree.map(lambda *xs: jnp.asarray(np.stack([np.asarray(x) for x in xs])), *folded)

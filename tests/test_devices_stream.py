@@ -192,7 +192,7 @@ def test_the_state_specs_name_what_differs_per_device(setup):
         assert jax.tree.structure(specs) == jax.tree.structure(state)
         local = jax.tree.leaves([specs[1].grad_carry, specs[1].weight_carry, specs[1].mean_args])
         assert set(local) == {P(name)}
-        assert len(jax.tree.leaves(specs)) == len(local) + 5
+        assert len(jax.tree.leaves(specs)) == len(local) + 8
         assert specs[1].micro_step == specs[1].updated == P()
 
 

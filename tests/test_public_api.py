@@ -88,7 +88,7 @@ FIELDS = {
 SUBMODULES = {
     "accumulators": ["plain", "compensated", "stochastic", "chunked"],
     "loss_scaling": ["static", "dynamic", "unscale"],
-    "interop": ["from_optax", "to_optax"],
+    "interop": ["from_optax", "to_optax", "from_inner_state", "reshape_devices"],
     "reporting": ["scalars", "log", "summary", "CsvWriter", "window_report", "plot"],
     "schedules": [
         "by_tokens",

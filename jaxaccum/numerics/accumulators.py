@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import checks, compat
-from jaxaccum.core.mean import wide
-from jaxaccum.numerics.carries import Accumulator, Compensated, floating, is_carry, read
+from jaxaccum.core.mean import add, wide
+from jaxaccum.numerics.carries import Accumulator, Chunked, Compensated, floating, is_carry, read
 from jaxaccum.numerics.narrow import chunked, stochastic
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "chunked",
     "compensated",
     "is_carry",
+    "join",
     "plain",
     "read",
     "stochastic",
@@ -113,6 +114,24 @@ def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = a + b
     b_part = total - a
     return total, (a - (total - b_part)) + (b - b_part)
+
+
+def join(a: Any, b: Any) -> Any:
+    """The carry of one leaf that holds what `a` and `b` hold, whatever accumulator made them.
+
+    Args:
+      a: a carry.
+      b: a carry of the same kind, shape and dtype.
+
+    Returns:
+      A carry of that kind. Sums in bfloat16 are added in float32 and rounded to the nearest.
+    """
+    if isinstance(a, Compensated):
+        return compensated().merge(a, b)
+    total = add(read(a), read(b))
+    if isinstance(a, Chunked):
+        return Chunked(total, jnp.zeros_like(a.run), jnp.zeros_like(a.filled))
+    return total.astype(a.dtype)
 
 
 def checked(function: str, accumulator: Accumulator | None) -> Accumulator:
