@@ -1,8 +1,8 @@
 """Kills a training process at random moments and restarts it, until it has died often enough.
 
 `python benchmarks/kill_restart.py` runs `examples/restart.py` once without interruption; then again
-and again, each time with SIGKILL after a random time, from before its first import to the middle of
-a checkpoint; then to the end. Every bit of parameters, state and key has to be that of the
+and again, each time with SIGKILL at a random moment: before its first import, at work, in the
+middle of a checkpoint; then to the end. Every bit of parameters, state and key has to be that of the
 undisturbed run. Prints one line for each kill.
 """
 
@@ -55,8 +55,9 @@ def latest(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--micro-batches", type=int, default=1500)
-    parser.add_argument("--delay", type=float, default=0.02)
+    parser.add_argument("--micro-batches", type=int, default=1800)
+    parser.add_argument("--work", type=float, default=3.0, help="seconds of work before a kill")
+    parser.add_argument("--delay", type=float, default=0.02, help="seconds after a micro-batch")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -73,13 +74,15 @@ def main():
         delay = ["--delay", str(options.delay)]
         while kills < options.kills:
             process = Process(folder, root / f"{kills}.log", [*length, *delay])
-            # A third dies before its first micro-batch, the others at work.
-            moment = rng.uniform(0, 1) * start * 3
-            try:
-                process.process.wait(timeout=moment)
-                sys.exit("the run was over before its last kill; raise --micro-batches")
-            except subprocess.TimeoutExpired:
-                pass
+            if rng.random() < 1 / 3:  # while it starts
+                moment = rng.uniform(0, start)
+            else:  # at work, or in the middle of a checkpoint
+                while process.began() is None and process.process.poll() is None:
+                    time.sleep(0.05)
+                moment = process.seconds() + rng.uniform(0, options.work)
+            time.sleep(max(0.0, moment - process.seconds()))
+            if process.process.poll() is not None:
+                sys.exit(f"over before its last kill:\n{process.log.read_text()}")
             os.kill(process.process.pid, signal.SIGKILL)
             process.process.wait()
             kills += 1
