@@ -2,8 +2,8 @@
 
 `python benchmarks/kill_restart.py` runs `examples/restart.py` once without interruption; then again
 and again, each time with SIGKILL at a random moment: before its first import, at work, in the
-middle of a checkpoint; then to the end. Every bit of parameters, state and key has to be that of the
-undisturbed run. Prints one line for each kill.
+middle of a checkpoint; then to the end. Every bit of parameters, state and key has to be that of
+the undisturbed run. Prints one line for each kill.
 """
 
 import argparse
