@@ -10,11 +10,13 @@ import optax
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.reducers import Sum
 from jaxaccum.core.sums import finalize
 from jaxaccum.diagnostics.noise import NoiseScale, noise_scale
 from jaxaccum.folds import faults
 from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.inner import in_one_precision
+from jaxaccum.folds.model_state import check_given
 from jaxaccum.folds.stream_state import find_states
 from jaxaccum.folds.window import accumulate
 from jaxaccum.numerics import accumulators, loss_scaling, weights
@@ -33,6 +35,7 @@ class StepState(NamedTuple):
       num_bad_in_row: windows left out in a row; int32 scalar.
       diverged: whether `max_bad_windows` was reached; it stays so. Boolean scalar.
       loss_scale: the `LossScaleState`; `None` without a loss scale.
+      model_state: the model's own state, such as batch statistics; `None` without `model_state`.
     """
 
     optimizer_step: jax.Array
@@ -43,6 +46,7 @@ class StepState(NamedTuple):
     num_bad_in_row: jax.Array
     diverged: jax.Array
     loss_scale: loss_scaling.LossScaleState | None = None
+    model_state: Any = None
 
 
 class StepInfo(NamedTuple):
@@ -96,7 +100,7 @@ class TrainStep(NamedTuple):
     """What `train_step` returns; unpacks as `init_fn, step_fn`.
 
     Attributes:
-      init: `init(params)` to the `StepState`.
+      init: `init(params, model_state=None)` to the `StepState`.
       step: `step(params, state, batch, *args, key=None, num_real=None)` to `(params, state, info)`.
     """
 
@@ -117,7 +121,9 @@ def train_step(
 
     `params + optimizer.update(sum_k grad_k / sum_k weight_k)`. Clipping, schedules and weight
     decay in `optimizer` see the gradient of the whole window in float32. A window without weight
-    leaves parameters and optimizer state as they are. Integer parameters are left alone.
+    leaves parameters and optimizer state as they are. Integer parameters are left alone. Leaves
+    that `grad_reducers` combines otherwise than by `ja.Sum` hold no gradients but new values (FP8
+    scaling state), which replace the parameters.
 
     Args:
       loss_fn: as in `ja.accumulate`.
@@ -135,8 +141,8 @@ def train_step(
         among them.
 
     Returns:
-      A `TrainStep`: `init(params)` and `step(params, state, batch, *args, key=None,
-      num_real=None)`, which returns the new parameters, the new state and a `StepInfo`.
+      A `TrainStep`: `init(params, model_state=None)` and `step(params, state, batch, *args,
+      key=None, num_real=None)`, which returns the new parameters, the new state and a `StepInfo`.
 
     Raises:
       TypeError: `optimizer` is not a transformation, or as `ja.accumulate`.
@@ -169,37 +175,31 @@ def train_step(
         skips = window_options["skip_nonfinite"] = faults.WINDOW
     limit = faults.limit("train_step", max_bad_windows, skips)
     accumulate_fn = accumulate(loss_fn, **window_options)
+    marks, policy = window_options.get("grad_reducers"), window_options.get("model_state")
 
-    def init_fn(params: Any) -> StepState:
+    def init_fn(params: Any, model_state: Any = None) -> StepState:
+        check_given("train_step", policy, model_state)
         checks.arrays("train_step", params, name="params")
         if isinstance(params, optax.LookaheadParams):
             raise TypeError(
                 "train_step: `params` are `optax.LookaheadParams`, of which only the fast ones "
                 "have a gradient. Call `ja.value_and_grad` on `params.fast` in a step of your own."
             )
-        inner_state = inner.init(_trainable(params))
+        inner_state = inner.init(_trainable(params, marks))
         if find_states(inner_state):
             raise ValueError(
                 "train_step: `optimizer` holds a `ja.multi_steps`, but a step is a whole window. "
                 "Pass the optimizer itself and cut the batch with `num_microbatches`, or call "
                 "`multi_steps` in a loop of your own."
             )
-        return StepState(
-            jnp.zeros((), jnp.int32),
-            weights.zero(),
-            # Some optimizers keep the parameters themselves: donating both would free them twice.
-            jax.tree.map(own_buffer, inner_state),
-            num_skipped=jnp.zeros((), jnp.int32),
-            num_dropped=jnp.zeros((), jnp.int32),
-            num_bad_in_row=jnp.zeros((), jnp.int32),
-            diverged=jnp.zeros((), jnp.bool_),
-            loss_scale=None if loss_scale is None else loss_scale.init(),
-        )
+        # Some optimizers keep the parameters themselves: donating both would free them twice.
+        inner_state, model_state = jax.tree.map(own_buffer, (inner_state, model_state))
+        return first_state(inner_state, loss_scale, model_state)
 
     def step_fn(
         params: Any, state: StepState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
     ) -> tuple[Any, StepState, StepInfo]:
-        _check_state(state, inner, params)
+        _check_state(state, inner, params, marks)
         if (state.loss_scale is None) != (loss_scale is None):
             raise ValueError(
                 "train_step: `state` and this step differ in whether they have a `loss_scale`. Put "
@@ -207,12 +207,20 @@ def train_step(
             )
         scale = None if state.loss_scale is None else state.loss_scale.scale
         window_sums = accumulate_fn(
-            params, batch, *args, key=key, num_real=num_real, loss_scale=scale
+            params,
+            batch,
+            *args,
+            key=key,
+            num_real=num_real,
+            loss_scale=scale,
+            model_state=state.model_state,
         )
         noise = None if window_sums.noise is None else noise_scale(window_sums)
         window = finalize(window_sums)
-        trainable = _trainable(params)
-        grads = jax.tree.map(lambda g, p: g if is_inexact(p) else None, window.grads, params)
+        trainable = _trainable(params, marks)
+        grads = jax.tree.map(
+            lambda p, g: None if p is None else g, trainable, window.grads, is_leaf=_is_none
+        )
         counted = [
             weights.pair("train_step", "weight", jnp.asarray(w))
             for w in jax.tree.leaves(window.weight)
@@ -264,10 +272,15 @@ def train_step(
             find_homes(types, jax.tree.structure(grads), range(len(sums)), sums),
         )
         new_params = jax.tree.map(
-            lambda new, old: old if new is None else new,
+            lambda new, old, value: _replaced(old, value, applying) if new is None else new,
             optax.apply_updates(trainable, updates),
             params,
-            is_leaf=lambda x: x is None,
+            window.grads,
+            is_leaf=_is_none,
+        )
+        # Dropped windows leave the state as it was by themselves; those after `diverged` do not.
+        model_state = jax.tree.map(
+            lambda new, old: jnp.where(dropped, old, new), window.model_state, state.model_state
         )
         new_state = StepState(
             count_if(state.optimizer_step, applying),
@@ -280,6 +293,7 @@ def train_step(
             loss_scale=None
             if loss_scale is None or state.loss_scale is None
             else loss_scale.update(state.loss_scale, overflowed),
+            model_state=model_state,
         )
         info = StepInfo(
             loss=window.loss,
@@ -303,18 +317,51 @@ def train_step(
     return TrainStep(init_fn, jax.jit(step_fn, donate_argnums=(0, 1) if donate else ()))
 
 
-def _check_state(state: Any, inner: Any, params: Any) -> None:
+def _check_state(state: Any, inner: Any, params: Any, marks: Any) -> None:
     """Requires the state of this optimizer and these parameters."""
     if not isinstance(state, StepState):
         raise TypeError(
             f"train_step: `state` must come from `init`, got {type(state).__name__}. For a plain "
             "optimizer state: `init(params)._replace(inner_state=state)`."
         )
-    like = jax.eval_shape(inner.init, _trainable(params))
+    like = jax.eval_shape(inner.init, _trainable(params, marks))
     remedy = "Pass the state that `init` made for this optimizer and these parameters."
     checks.same_structure("train_step", "state.inner_state", state.inner_state, like, remedy=remedy)
 
 
-def _trainable(params: Any) -> Any:
+def first_state(
+    inner_state: Any, loss_scale: loss_scaling.LossScale | None, model_state: Any = None
+) -> StepState:
+    """The state of a training that has made no step."""
+    return StepState(
+        optimizer_step=jnp.zeros((), jnp.int32),
+        weight_seen_carry=weights.zero(),
+        inner_state=inner_state,
+        num_skipped=jnp.zeros((), jnp.int32),
+        num_dropped=jnp.zeros((), jnp.int32),
+        num_bad_in_row=jnp.zeros((), jnp.int32),
+        diverged=jnp.zeros((), jnp.bool_),
+        loss_scale=None if loss_scale is None else loss_scale.init(),
+        model_state=model_state,
+    )
+
+
+def _trainable(params: Any, marks: Any) -> Any:
     """The parameters that have a gradient; `None` in the places of the others."""
-    return jax.tree.map(lambda p: jnp.asarray(p) if is_inexact(p) else None, params)
+    summed = jax.tree.map(lambda _: True, params)
+    if marks is not None:
+        summed = jax.tree.map(lambda m, p: jax.tree.map(lambda _: m is Sum, p), marks, params)
+    return jax.tree.map(
+        lambda p, s: jnp.asarray(p) if s and is_inexact(p) else None, params, summed
+    )
+
+
+def _replaced(parameter: Any, value: Any, applying: jax.Array) -> Any:
+    """A parameter that the window gave a new value instead of a gradient."""
+    if parameter is None or not is_inexact(parameter):
+        return parameter
+    return jnp.where(applying, value.astype(jnp.asarray(parameter).dtype), parameter)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None

@@ -12,7 +12,7 @@ import jaxaccum
 
 PACKAGE = pathlib.Path(jaxaccum.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-LAYERS = {"core": 0, "numerics": 1, "folds": 2, "adapters": 4, "orbax": 4, "linen": 4, "nnx": 4}
+LAYERS = {"core": 0, "numerics": 1, "folds": 2, "orbax": 4, "linen": 4, "nnx": 4}
 TOP = 3
 
 

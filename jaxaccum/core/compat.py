@@ -215,8 +215,25 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) 
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr equation by equation, looking through the wrappers, scans included."""
+def without_stop_gradient(staged: Staged) -> Staged:
+    """The same program on flat inputs, to a flat list, with derivatives that nothing stops."""
+
+    def outputs(*flat: Any) -> list[Any]:
+        return _evaluate(open_jaxpr(staged.closed), staged.closed.consts, flat, _STOPS)
+
+    return stage(outputs, *staged.closed.in_avals)
+
+
+_STOPS = frozenset({"stop_gradient"})
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], passed: frozenset[str] = frozenset()
+) -> list[Any]:
+    """Evaluates a jaxpr equation by equation, looking through the wrappers, scans included.
+
+    Primitives named in `passed` hand on their inputs.
+    """
     env: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
@@ -228,13 +245,15 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
         values = [read(atom) for atom in eqn.invars]
         inner = eqn.params.get(_WRAPPERS.get(eqn.primitive.name, ""))
         if inner is not None:
-            outs = _evaluate(open_jaxpr(inner), getattr(inner, "consts", ()), values)
+            outs = _evaluate(open_jaxpr(inner), getattr(inner, "consts", ()), values, passed)
+        elif eqn.primitive.name in passed:
+            outs = values
         else:
             params = eqn.params
             if eqn.primitive.name == "scan":
                 body = params["jaxpr"]
                 flat = stage(
-                    lambda *xs, body=body: _evaluate(open_jaxpr(body), body.consts, xs),
+                    lambda *xs, body=body: _evaluate(open_jaxpr(body), body.consts, xs, passed),
                     *body.in_avals,
                 )
                 if not flat.closed.consts:

@@ -15,7 +15,7 @@ from jaxaccum.core.state_sums import StateSums, statistic
 from jaxaccum.folds import devices
 
 POLICIES = ("sequential", "pooled", "frozen")
-_CHOICES = (
+CHOICES = (
     '"sequential" (each micro-batch updates what the last one left), "pooled" (one update from the '
     'statistics of the whole window) or "frozen" (no update)'
 )
@@ -178,12 +178,15 @@ class ModelState:
         # The last outputs are the new state, and its count if there is one.
         new = len(program.closed.out_avals) - len(jax.tree.leaves(program.out_shape[2][1:]))
 
+        # Some layers stop the gradient of their update, which hides the momentum.
+        open_program = compat.without_stop_gradient(program)
+
         def tangents(*inputs: Any) -> list[Any]:
             def outputs(*state: Any) -> list[Any]:
                 full = list(inputs)
                 for i, x in zip(wanted, state, strict=True):
                     full[first + i] = x
-                outs = program(*full)
+                outs = open_program(*full)
                 return [outs[new + i] for i in wanted]
 
             old = tuple(inputs[first + i] for i in wanted)
@@ -209,7 +212,7 @@ def check_policy(function: str, policy: Any) -> str | None:
     """`model_state` of the factory: one of the policies, or `None`."""
     if policy is None or policy in POLICIES:
         return policy
-    raise ValueError(f"{function}: `model_state` must be {_CHOICES}, got {policy!r}.")
+    raise ValueError(f"{function}: `model_state` must be {CHOICES}, got {policy!r}.")
 
 
 def check_given(function: str, policy: str | None, state: Any) -> None:
@@ -217,7 +220,7 @@ def check_given(function: str, policy: str | None, state: Any) -> None:
     if policy is None and state is not None:
         raise TypeError(
             f"{function}: a model state was given, but what a window does to it was not said. Pass "
-            f"`model_state=` to `{function}`: {_CHOICES}."
+            f"`model_state=` to `{function}`: {CHOICES}."
         )
     if policy is not None and state is None:
         raise TypeError(

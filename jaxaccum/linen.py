@@ -1,0 +1,238 @@
+"""Flax Linen: a train state that counts optimizer steps, and training steps over its variables."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen import fp8_ops
+from flax.training import train_state
+
+from jaxaccum.core import checks
+from jaxaccum.core.reducers import Max, Sum
+from jaxaccum.folds.model_state import CHOICES
+from jaxaccum.folds.stream_state import find_states, has_updated
+from jaxaccum.numerics import loss_scaling
+from jaxaccum.training import StepInfo, first_state
+from jaxaccum.training import train_step as plain_train_step
+
+OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT
+
+
+class TrainState(train_state.TrainState):
+    """A `flax.training.train_state.TrainState` whose `step` counts optimizer steps.
+
+    Flax's own counts calls of `apply_gradients`, which under `ja.multi_steps` are micro-steps.
+
+    Attributes:
+      params: what is trained: the collection `params`, or, where the model has FP8 scaling state, a
+        dict of `params` and `_overwrite_with_gradient`.
+      collections: the model's other collections, such as `batch_stats`; a dict, empty without any.
+      progress: what `train_step` keeps beside the optimizer's state; see `ja.StepState`.
+    """
+
+    collections: Any = None
+    progress: Any = None
+
+    @classmethod
+    def create(  # type: ignore[override]
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        variables: Any,
+        tx: Any,
+        loss_scale: loss_scaling.LossScale | None = None,
+        **kwargs: Any,
+    ) -> "TrainState":
+        """A state at optimizer step 0.
+
+        Args:
+          apply_fn: the model's `apply`.
+          variables: all of the model's collections, as from `model.init`.
+          tx: an Optax optimizer; for `apply_gradients` it may be a `ja.multi_steps`.
+          loss_scale: the one that `train_step` is made with, if any.
+          **kwargs: fields of subclasses.
+
+        Raises:
+          ValueError: there is no collection `params`.
+        """
+        collections = dict(variables)
+        if "params" not in collections:
+            raise ValueError(
+                "TrainState.create: `variables` must hold the collection `params`, got "
+                f"{sorted(collections)}. Pass what `model.init` returned."
+            )
+        params = collections.pop("params")
+        opt_state = tx.init(params)
+        if OVERWRITE in collections:
+            params = {"params": params, OVERWRITE: collections.pop(OVERWRITE)}
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            apply_fn=apply_fn,
+            params=params,
+            tx=tx,
+            opt_state=opt_state,
+            collections=collections,
+            progress=first_state(None, loss_scale),
+            **kwargs,
+        )
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All collections, as `apply_fn` takes them."""
+        return {**_by_collection(self.params), **(self.collections or {})}
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+        """One call of the optimizer; `step` grows where it applied an optimizer step.
+
+        Args:
+          grads: in the structure of `params`. Those of `_overwrite_with_gradient` replace it.
+          **kwargs: `weight=` and other extra arguments of the optimizer; new values of other
+            fields, such as `collections=`.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        fields = {name: kwargs.pop(name) for name in names if name in kwargs}
+        whole, gradients = _by_collection(self.params), _by_collection(grads)
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(
+            gradients["params"], self.opt_state, whole["params"], **kwargs
+        )
+        params = optax.apply_updates(whole["params"], updates)
+        if OVERWRITE in whole:
+            params = {"params": params, OVERWRITE: gradients[OVERWRITE]}
+        stepped = has_updated(opt_state) if find_states(opt_state) else True
+        step = jnp.asarray(self.step) + jnp.asarray(stepped, jnp.int32)
+        return self.replace(step=step, params=params, opt_state=opt_state, **fields)
+
+
+def train_step(
+    loss_fn: Callable[..., Any], *, donate: bool = True, **options: Any
+) -> Callable[..., tuple[TrainState, StepInfo]]:
+    """A jitted training step on a `TrainState`: one window, one optimizer step.
+
+    As `ja.train_step`, with the words of Linen: the loss function receives all of the model's
+    collections and returns the mutable ones beside the loss.
+
+    Args:
+      loss_fn: `loss_fn(variables, batch, *args)` on one micro-batch; returns a `ja.Mean`, or what
+        `ja.accumulate` takes. With `model_state=` it returns `(loss, updates)`, with `has_aux`
+        `(loss, (aux, updates))`, where `updates` is what `model.apply(..., mutable=[...])`
+        returned. With `key=` it is called with the keyword `key` as well.
+      donate: whether the step takes over the buffers of the state, which then must not be used
+        again.
+      **options: the keywords of `ja.train_step` and `ja.accumulate`, `num_microbatches` or
+        `microbatch_size` among them. `model_state=` is required where the model has collections
+        beside its parameters. FP8 scaling state is combined by its largest values.
+
+    Returns:
+      `step(state, batch, *args, key=None, num_real=None)`, which returns the new state and a
+      `ja.StepInfo`.
+
+    Raises:
+      ValueError: the model has mutable collections and `model_state` was not said; or as
+        `ja.accumulate`.
+
+    Example:
+      >>> import jax, jaxaccum as ja, jax.numpy as jnp, optax
+      >>> from flax import linen as nn
+      >>> from jaxaccum import linen
+      >>> model, x = nn.BatchNorm(use_running_average=False), jnp.arange(8.0).reshape(4, 2)
+      >>> state = linen.TrainState.create(
+      ...     apply_fn=model.apply, variables=model.init(jax.random.key(0), x), tx=optax.sgd(0.1))
+      >>> def loss_fn(variables, x):
+      ...     out, updates = model.apply(variables, x, mutable=["batch_stats"])
+      ...     return ja.mean(out**2), updates
+      >>> step = linen.train_step(loss_fn, num_microbatches=2, model_state="pooled")
+      >>> state, info = step(state, x)
+      >>> print(state.step, state.collections["batch_stats"]["mean"].round(3))
+      1 [0.03 0.04]
+    """
+    policy = options.get("model_state")
+
+    def functional(
+        params: Any, batch: Any, *args: Any, model_state: Any = None, **named: Any
+    ) -> Any:
+        collections = model_state or {}
+        out = loss_fn({**_by_collection(params), **collections}, batch, *args, **named)
+        if policy is None:
+            return out
+        return _with_collections(out, collections, options.get("has_aux", False))
+
+    def step_fn(
+        state: TrainState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+    ) -> tuple[TrainState, StepInfo]:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                "linen.train_step: `state` must be a `jaxaccum.linen.TrainState`, got "
+                f"{checks.describe(state)}. Make it with `TrainState.create`."
+            )
+        if state.collections and policy is None:
+            raise ValueError(
+                f"linen.train_step: the model has the collections {sorted(state.collections)}, and "
+                f"what a window does to them was not said. Pass `model_state=`: {CHOICES}."
+            )
+        scaled = OVERWRITE in _by_collection(state.params)
+        marks = {"params": Sum, OVERWRITE: Max} if scaled else None
+        step = plain_train_step(
+            functional, _of_params(state.tx, marks), donate=False, grad_reducers=marks, **options
+        ).step
+        given = state.collections if policy is not None else None
+        progress = state.progress._replace(
+            optimizer_step=jnp.asarray(state.step), inner_state=state.opt_state, model_state=given
+        )
+        params, progress, info = step(
+            state.params, progress, batch, *args, key=key, num_real=num_real
+        )
+        new_state = state.replace(
+            step=progress.optimizer_step,
+            params=params,
+            opt_state=progress.inner_state,
+            collections=state.collections if policy is None else progress.model_state,
+            progress=progress._replace(inner_state=None, model_state=None),
+        )
+        return new_state, info
+
+    return jax.jit(step_fn, donate_argnums=(0,) if donate else ())
+
+
+def _by_collection(params: Any) -> dict[str, Any]:
+    """The trained collections by name."""
+    both = isinstance(params, dict) and OVERWRITE in params
+    return dict(params) if both else {"params": params}
+
+
+def _of_params(tx: Any, marks: Any) -> Any:
+    """The optimizer on the collection `params` alone, where there is another one beside it."""
+    if marks is None:
+        return tx
+    tx = optax.with_extra_args_support(tx)
+
+    def init_fn(params: Any) -> Any:
+        return tx.init(params["params"])
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        if "grad" in extra_args:
+            extra_args["grad"] = extra_args["grad"]["params"]
+        new, state = tx.update(updates["params"], state, params["params"], **extra_args)
+        return {**updates, "params": new}, state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _with_collections(out: Any, collections: Any, has_aux: bool) -> Any:
+    """The loss function's output, with the collections that it did not change beside the others."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        return out  # `accumulate` says what is missing
+    loss, rest = out
+    aux, updates = rest if has_aux and isinstance(rest, tuple) and len(rest) == 2 else (None, rest)
+    if not isinstance(updates, dict) or not set(updates) <= set(collections):
+        got = sorted(updates) if isinstance(updates, dict) else checks.describe(updates)
+        raise ValueError(
+            "linen.train_step: the loss function must return the collections that it changed, out "
+            f"of {sorted(collections)}, got {got}. Return what `model.apply(variables, ..., "
+            "mutable=[...])` returned, without sown values."
+        )
+    state = {**collections, **updates}
+    return loss, ((aux, state) if has_aux else state)

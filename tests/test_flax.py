@@ -1,0 +1,300 @@
+"""The adapters: Flax Linen and NNX with the words of the core; Equinox through its own filters."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.linen import fp8_ops
+
+import jaxaccum as ja
+from jaxaccum import linen as ja_linen
+from jaxaccum import nnx as ja_nnx
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(1, 2, size=(12, 3)), jnp.float32)
+Y = jnp.asarray(RNG.normal(size=12), jnp.float32)
+CUT = {"num_microbatches": 4}
+
+
+def close(got, want, rtol=5e-6, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(4)(x)))[:, 0]
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
+        return nn.Dense(1)(nn.relu(nn.Dense(4)(x)))[:, 0]
+
+
+def linen_state(model, tx=None, **options):
+    variables = model.init(jax.random.key(0), X)
+    tx = optax.adam(1e-2) if tx is None else tx
+    return ja_linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx, **options)
+
+
+class TestLinen:
+    def test_plain_step_equals_the_full_batch(self):
+        model = Plain()
+
+        def loss_fn(variables, batch):
+            return ja.mean((model.apply(variables, batch[0]) - batch[1]) ** 2)
+
+        state = linen_state(model)
+        params = jax.tree.map(jnp.copy, state.params)
+        step = ja_linen.train_step(loss_fn, **CUT)
+        opt_state = optax.adam(1e-2).init(params)
+        for number in range(1, 3):
+            state, info = step(state, (X, Y))
+            grads = jax.grad(lambda p: loss_fn({"params": p}, (X, Y)).value)(params)
+            updates, opt_state = optax.adam(1e-2).update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            assert state.step == number == info.optimizer_step
+        close(state.params, params)
+        assert state.collections == {}
+
+    @pytest.mark.parametrize("policy", ["pooled", "sequential", "frozen"])
+    def test_batch_statistics(self, policy):
+        model = Normed()
+
+        def loss_fn(variables, batch):
+            out, updates = model.apply(variables, batch[0], mutable=["batch_stats"])
+            return ja.mean((out - batch[1]) ** 2), updates
+
+        state = linen_state(model)
+        start = jax.tree.map(jnp.copy, state.variables)
+        want = {
+            "pooled": lambda: loss_fn(start, (X, Y))[1],
+            "frozen": lambda: {"batch_stats": start["batch_stats"]},
+        }
+        if policy == "sequential":
+            variables = start
+            for micro_batch in ja.split((X, Y), **CUT):
+                variables = variables | loss_fn(variables, micro_batch)[1]
+            want = {"sequential": lambda: {"batch_stats": variables["batch_stats"]}}
+        structure = jax.tree.structure(state)
+        state, _ = ja_linen.train_step(loss_fn, model_state=policy, **CUT)(state, (X, Y))
+        close(state.collections, want[policy]())
+        assert jax.tree.structure(state) == structure
+
+    def test_statistics_without_a_policy_are_refused_with_the_choices(self):
+        model = Normed()
+        step = ja_linen.train_step(lambda variables, batch: None, **CUT)
+        with pytest.raises(
+            ValueError, match=r"batch_stats.*\"sequential\".*\"pooled\".*\"frozen\""
+        ):
+            step(linen_state(model), (X, Y))
+
+    def test_other_refusals(self):
+        model = Normed()
+        with pytest.raises(ValueError, match="must hold the collection `params`"):
+            ja_linen.TrainState.create(apply_fn=model.apply, variables={}, tx=optax.sgd(1.0))
+        step = ja_linen.train_step(lambda v, b: (ja.mean(b[0]), {"other": 1}), **CUT,
+                                   model_state="pooled")  # fmt: skip
+        with pytest.raises(ValueError, match="must return the collections that it changed"):
+            step(linen_state(model), (X, Y))
+        with pytest.raises(TypeError, match=r"`state` must be a `jaxaccum.linen.TrainState`"):
+            step({}, (X, Y))
+
+    def test_dropout_aux_and_loss_scale(self):
+        class Dropped(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dropout(0.5, deterministic=False)(x)
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(1)(Dropped()(x))[:, 0]
+
+        model = Net()
+        scale = ja.loss_scaling.static(1024.0)
+        variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+        state = ja_linen.TrainState.create(
+            apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1), loss_scale=scale
+        )
+
+        def loss_fn(variables, batch, *, key):
+            out = model.apply(variables, batch[0], rngs={"dropout": key})
+            return ja.mean((out - batch[1]) ** 2), out == 0
+
+        step = ja_linen.train_step(loss_fn, has_aux=True, loss_scale=scale, donate=False, **CUT)
+        state, info = step(state, (X, Y), key=jax.random.key(3))
+        again = step(state, (X, Y), key=jax.random.key(3))[1]
+        other = step(state, (X, Y), key=jax.random.key(4))[1]
+        assert info.aux.shape == (4, 3)
+        assert info.updated
+        assert again.loss != other.loss
+
+    def test_step_counts_optimizer_steps_of_a_stream(self):
+        model = Plain()
+
+        def loss_fn(params, batch):
+            return ja.mean((model.apply({"params": params}, batch[0]) - batch[1]) ** 2)
+
+        state = linen_state(model, ja.multi_steps(optax.sgd(0.1), 2))
+        start = jax.tree.map(jnp.copy, state.params)
+        steps = []
+        for micro_batch in ja.split((X, Y), **CUT):
+            sums = ja.accumulate(loss_fn, num_microbatches=1)(state.params, micro_batch)
+            state = jax.jit(
+                lambda state, grads, weight: state.apply_gradients(grads=grads, weight=weight)
+            )(state, sums.grads, sums.weight)
+            steps.append(int(state.step))
+        assert steps == [0, 1, 1, 2]
+        assert not np.array_equal(jax.tree.leaves(state.params)[0], jax.tree.leaves(start)[0])
+
+    @pytest.mark.filterwarnings("ignore:.*Fp8DotGeneralOp:DeprecationWarning")
+    def test_fp8_scaling_state_is_overwritten_by_the_largest(self):
+        class Fp8(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(1, dot_general_cls=fp8_ops.Fp8DotGeneralOp)(x)[:, 0]
+
+        model = Fp8()
+
+        def loss_fn(variables, batch):
+            return ja.mean((model.apply(variables, batch[0]) - batch[1]) ** 2)
+
+        state = linen_state(model, optax.sgd(0.1))
+        name = ja_linen.OVERWRITE
+        assert name in state.params
+        start = jax.tree.map(jnp.copy, state.params)
+        new, _ = ja_linen.train_step(loss_fn, **CUT)(state, (X, Y))
+        parts = [
+            jax.grad(lambda p, b=b: loss_fn(p, b).value)(start)[name]
+            for b in ja.split((X, Y), **CUT)
+        ]
+        forward = {k for k in _paths(start[name]) if "output_grad" not in k}
+        want = jax.tree.map(lambda *xs: np.max(np.stack(xs), axis=0), *parts)
+        got, want = _paths(new.params[name]), _paths(want)
+        for path in forward:  # those of the backward pass depend on the scale of the loss
+            np.testing.assert_allclose(got[path], want[path], rtol=1e-6, err_msg=path)
+        assert any(not np.array_equal(got[p], _paths(start[name])[p]) for p in got)
+
+
+def _paths(tree):
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf, np.float32)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, rate=0.0):
+        self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=rngs)
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.relu(self.first(self.norm(x)))))[:, 0]
+
+
+def nnx_loss(model, batch):
+    return ja.mean((model(batch[0]) - batch[1]) ** 2)
+
+
+class TestNNX:
+    @pytest.mark.parametrize("policy", ["pooled", "sequential", "frozen"])
+    def test_statistics_are_updated_in_place(self, policy):
+        model, reference = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+        start = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        f = ja_nnx.value_and_grad(nnx_loss, model_state=policy, **CUT)
+        loss, grads = nnx.jit(f)(model, (X, Y))
+        if policy == "pooled":
+            reference(X)
+        elif policy == "sequential":
+            for micro_batch in ja.split((X, Y), **CUT):
+                reference(micro_batch[0])
+        want = nnx.to_pure_dict(nnx.state(reference, nnx.BatchStat))
+        close(
+            nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), want if policy != "frozen" else start
+        )
+        assert jnp.isfinite(loss)
+        assert jax.tree.structure(grads) == jax.tree.structure(nnx.state(model, nnx.Param))
+
+    def test_one_micro_batch_equals_nnx(self):
+        model, reference = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+        f = ja_nnx.value_and_grad(nnx_loss, num_microbatches=1, model_state="sequential")
+        loss, grads = f(model, (X, Y))
+        want_loss, want = nnx.value_and_grad(lambda m: nnx_loss(m, (X, Y)).value)(reference)
+        np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+        close(grads, want)
+        close(nnx.state(model, nnx.BatchStat), nnx.state(reference, nnx.BatchStat))
+
+    def test_optimizer_and_stream(self):
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, ja.multi_steps(optax.sgd(0.1), 2), wrt=nnx.Param)
+        f = ja_nnx.value_and_grad(nnx_loss, model_state="pooled", **CUT)
+        before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        changed = []
+        for _ in range(2):
+            _, grads = f(model, (X, Y))
+            optimizer.update(model, grads, weight=1)
+            after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            changed.append(not np.array_equal(after["out"]["kernel"], before["out"]["kernel"]))
+        assert changed == [False, True]
+
+    def test_dropout_differs_between_micro_batches_and_windows(self):
+        model = Model(nnx.Rngs(0), rate=0.5)
+
+        def loss_fn(model, batch):
+            mask = model.dropout(jnp.ones((3, 64))) > 0
+            return nnx_loss(model, batch), mask
+
+        f = ja_nnx.value_and_grad(loss_fn, model_state="frozen", has_aux=True, **CUT)
+        (_, first), _ = f(model, (X, Y))
+        (_, second), _ = f(model, (X, Y))
+        masks = [*np.asarray(first), *np.asarray(second)]
+        for i in range(8):
+            for j in range(i):
+                assert not np.array_equal(masks[i], masks[j]), (i, j)
+        again = Model(nnx.Rngs(0), rate=0.5)
+        np.testing.assert_array_equal(f(again, (X, Y))[0][1], first)
+
+    def test_changes_without_a_policy_are_refused(self):
+        model = Model(nnx.Rngs(0))
+        f = ja_nnx.value_and_grad(nnx_loss, **CUT)
+        before = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        with pytest.raises(ValueError, match=r"changes .*mean.*`model_state=`: \"sequential\""):
+            f(model, (X, Y))
+        close(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), before, rtol=0, atol=0)
+        with pytest.raises(TypeError, match=r"must be an `nnx.Module`"):
+            f({}, (X, Y))
+
+    def test_a_model_without_state_needs_no_policy(self):
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        f = ja_nnx.value_and_grad(lambda m, b: ja.mean((m(b[0])[:, 0] - b[1]) ** 2), **CUT)
+        loss, grads = f(model, (X, Y))
+        want = nnx.grad(lambda m: jnp.mean((m(X)[:, 0] - Y) ** 2))(model)
+        close(grads, want)
+        assert jnp.isfinite(loss)
+
+
+def test_equinox_models_through_partition():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(3, "scalar", 4, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_fn(params, batch):
+        out = jax.vmap(eqx.combine(params, static))(batch[0])
+        return ja.mean((out - batch[1]) ** 2)
+
+    loss, grads = jax.jit(ja.value_and_grad(loss_fn, num_microbatches=5))(params, (X, Y))
+    want_loss, want = jax.value_and_grad(lambda p: loss_fn(p, (X, Y)).value)(params)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    close(grads, want)
+    init, step = ja.train_step(loss_fn, optax.adam(1e-2), donate=False, **CUT)
+    new, _, info = step(params, init(params), (X, Y))
+    assert info.updated
+    assert jnp.isfinite(jax.vmap(eqx.combine(new, static))(X)).all()
