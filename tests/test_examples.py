@@ -47,6 +47,35 @@ def test_streaming(tmp_path):
     assert last < 0.1 * first
 
 
+@pytest.mark.parametrize(
+    ("name", "needs", "claim"),
+    [
+        (
+            "contrastive.py",
+            ["sklearn"],
+            "OK: the micro-batched contrastive gradient equals the full batch's, to rounding",
+        ),
+        (
+            "moe.py",
+            ["flax", "tqdm"],  # of the example that it takes its text from
+            "OK: the load is balanced over the window, with the full batch's gradient",
+        ),
+        (
+            "dp_sgd.py",
+            ["sklearn"],
+            "OK: neither the clipped gradient nor the noise's scale depends on the micro-batches",
+        ),
+    ],
+    ids=["contrastive", "moe", "dp_sgd"],
+)
+def test_claims(name, needs, claim, tmp_path):
+    for module in needs:
+        pytest.importorskip(module)
+    output = run(name, "--quick", cwd=tmp_path)
+    assert claim in output
+    assert list(tmp_path.iterdir()) == []
+
+
 def distances(output: str, name: str) -> list[float]:
     """The two distances from the full batch in the table's row `name`: loss, parameters."""
     (line,) = (line for line in output.splitlines() if line.startswith(f"{name}  "))
