@@ -40,9 +40,9 @@ class Process:
         return self.log.read_text().split()[-1]
 
     def began(self):
-        """Where the process began, if it has come so far."""
+        """Where the process began, once it is at work."""
         words = self.log.read_text().split()
-        return int(words[3]) if words[:3] == ["begins", "at", "micro-batch"] else None
+        return int(words[3]) if words[4:6] == ["at", "work"] else None
 
 
 def latest(folder):

@@ -72,6 +72,9 @@ def train(folder, *, until, delay=0.0):
         while position < until:
             params, state, key = micro_step(params, state, batch_at(position), key)
             position += 1
+            if position == run.micro_batches + 1:
+                jax.block_until_ready(params)
+                print("at work", flush=True)  # everything is compiled
             if position % SAVE_EVERY == 0:
                 checkpoints.save(Run(params, state, key, position))
             time.sleep(delay)
