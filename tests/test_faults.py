@@ -394,6 +394,23 @@ def test_all_devices_decide_alike(policy):
         assert (state.num_skipped, state.diverged, state.micro_step) == (1, False, 1)
 
 
+@pytest.mark.parametrize("policy", [True, "window"])
+def test_devices_with_windows_of_their_own(policy):
+    """Inside `shard_map` without `axis_name` each device decides for itself."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = ja.multi_steps(optax.sgd(1.0), 2, skip_nonfinite=policy, max_bad_windows=2)
+
+    def run(grads):
+        state = tx.init(grads[0])
+        for _ in range(2):
+            updates, state = tx.update(grads[0], state, grads[0])
+        return updates[None]
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    updates = jax.jit(run)(strided(1, 2, NAN, 4))
+    np.testing.assert_array_equal(updates, [-1, -2, 0, -4])
+
+
 # What a training step records.
 
 
@@ -497,3 +514,28 @@ def test_a_full_counter_stays():
     state = state._replace(micro_step=full, num_skipped=full, num_bad_in_row=full)
     _, state, _ = feed(tx, [1, NAN], state=state)
     assert (state.micro_step, state.num_skipped) == (LARGEST, LARGEST)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the model", "the whole loss"])
+def test_case_57_rematerialisation_counts_nothing_twice(whole):
+    """A second forward pass adds no weight, no auxiliary sum, no micro-batch and no skip."""
+
+    def model(w, x):
+        return jnp.sin(w * x)
+
+    def counted(model_fn):
+        def loss_fn(w, x):
+            aux = {"rows": ja.Sum(jnp.int32(len(x))), "value": ja.mean(x)}
+            return ja.mean(model_fn(w, x)), aux
+
+        return loss_fn
+
+    options = {"num_microbatches": 4, "has_aux": True, "skip_nonfinite": True}
+    x = strided(1, 2, 3, NAN, 5, 6, 7, 8)
+    plain = jax.jit(ja.accumulate(counted(model), **options))(1.0, x)
+    remat = jax.checkpoint(counted(model)) if whole else counted(jax.checkpoint(model))
+    got = jax.jit(ja.accumulate(remat, **options))(1.0, x)
+    assert (got.weight, got.num_microbatches, got.num_skipped) == (6, 3, 1)
+    assert (got.aux["rows"].value, got.aux["value"].weight) == (6, 6)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

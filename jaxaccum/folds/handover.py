@@ -19,6 +19,8 @@ def hand_over(
     operands: Any,
     types: Any,
     homes: Sequence[int | None],
+    *,
+    judged_over: frozenset[str] = frozenset(),
 ) -> tuple[Any, list[jax.Array], Any, jax.Array]:
     """Calls `inner_fn` where `applying` holds, and returns updates of zero elsewhere.
 
@@ -36,6 +38,7 @@ def hand_over(
       types: the tree of the updates' `jax.ShapeDtypeStruct`s.
       homes: for each leaf of `types` the position of the sum in whose buffer it comes back, or
         `None` where no sum can hold it exactly.
+      judged_over: the manual mesh axes over which what becomes of the window differs.
 
     Returns:
       The updates; the sums, undefined where `applying` holds; the inner state; what became of the
@@ -55,12 +58,17 @@ def hand_over(
             slots,
             others,
             jax.tree.map(cast, new_state, inner_state),
-            jnp.asarray(outcome, jnp.int32),
+            compat.vary(jnp.asarray(outcome, jnp.int32), judged_over),
         )
 
     def hold(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
         others = [no_update(t) for t, home in zip(wanted, homes, strict=True) if home is None]
-        return list(sums), others, inner_state, jnp.asarray(HELD, jnp.int32)
+        return (
+            list(sums),
+            others,
+            inner_state,
+            compat.vary(jnp.asarray(HELD, jnp.int32), judged_over),
+        )
 
     slots, others, inner_state, outcome = jax.lax.cond(
         applying, close, hold, list(sums), inner_state, operands

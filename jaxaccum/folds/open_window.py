@@ -70,6 +70,10 @@ class OpenWindow(NamedTuple):
         sums = [accumulator.read(c) for c in self.carries]
         return all_finite([*sums, self.weight.total, *jax.tree.leaves(self.means)])
 
+    def varies_over(self) -> frozenset[str]:
+        """The manual mesh axes over which any part of the window differs."""
+        return frozenset().union(*(compat.varying_axes(x) for x in jax.tree.leaves(self)))
+
     # The first array of each carry is the sum itself; `hand_over` lends its buffer.
 
     def sums(self) -> list[jax.Array]:

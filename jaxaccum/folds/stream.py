@@ -290,6 +290,7 @@ def multi_steps(
             (window.without_sums(), params),
             types,
             nowhere if axes else find_homes(types, tree, places, sums),
+            judged_over=frozenset() if axes or not late else window.varies_over(),
         )
         applied, bad = outcome == APPLIED, outcome == DROPPED
         window = window.with_sums(sums)
