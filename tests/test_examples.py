@@ -98,3 +98,9 @@ def test_train_lm(tmp_path, options):
     assert min(image.shape[:2]) > 500
     assert image[..., :3].std() > 0.05
     assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_batch_norm(tmp_path):
+    pytest.importorskip("sklearn")
+    output = run("batch_norm.py", "--quick", cwd=tmp_path)
+    assert "OK: over the window's axis, batch normalisation is that of the full batch" in output
