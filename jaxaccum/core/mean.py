@@ -247,12 +247,13 @@ def kept_sum(total: jax.Array, estimate: jax.Array) -> jax.Array:
 
 
 def _check_fits(name: str, x: Any, other: Any) -> None:
-    try:
-        np.broadcast_shapes(np.shape(x), np.shape(other))
-    except ValueError:
+    ranks_fit = 0 in (np.ndim(x), np.ndim(other)) or np.ndim(x) == np.ndim(other)
+    if not ranks_fit or not all(
+        a == b or 1 in (a, b) for a, b in zip(np.shape(x), np.shape(other), strict=False)
+    ):
         raise ValueError(
             f"Mean: `{name}` has the shape {np.shape(x)}, which does not fit {np.shape(other)}."
-        ) from None
+        )
 
 
 def _array(name: str, x: Any) -> jax.Array:
