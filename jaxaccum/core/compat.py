@@ -201,6 +201,14 @@ def programs_in(eqn: Any) -> list[Any]:
     return found
 
 
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries the inputs of a `scan` begin with."""
+    if "ft_in" in params:  # since jax 0.12
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
+
+
 def where(eqn: Any) -> str:
     """The line of the user's program that made an equation."""
     return str(source_info_util.summarize(eqn.source_info))

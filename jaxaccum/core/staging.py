@@ -178,9 +178,8 @@ class Flattener:
 
 def _split(params: dict[str, Any], values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """The constants, the first carry and the stacks of a `scan`."""
-    number = params["num_consts"]
-    first = number + params["num_carry"]
-    return values[:number], values[number:first], values[first:]
+    consts, carry = compat.scan_sizes(params)
+    return values[:consts], values[consts : consts + carry], values[consts + carry :]
 
 
 def _stops(eqn: Any) -> bool:

@@ -88,11 +88,15 @@ class Plan:
             + [self.depth_of(v) for e in self.jaxpr.eqns if _is_effect(e) for v in e.invars],
             default=0,
         )
+        # By variable: the stage that makes it. Values without one, which depend on the inputs
+        # alone and which no meeting needs, are made where they are read.
+        self.birth: dict[Any, int] = {}
+        self._time()
         self.stored: set[Any] = set()
         self.stages = self._cut()
 
     def _place(self, number: int, eqn: Any, flattener: staging.Flattener) -> None:
-        depth = max(map(self.depth_of, eqn.invars), default=0)
+        depth = self._depth(eqn)
         local = any(map(self.is_local, eqn.invars))
         if flattener.use(eqn) == staging.MEETS:
             differ = tuple(map(self.is_local, eqn.invars))
@@ -102,6 +106,44 @@ class Plan:
             depth, local = depth + 1, not meeting.uniform
         for v in eqn.outvars:
             self.depth[v], self.local[v] = depth, local
+
+    def _time(self) -> None:
+        """Finds the stage of each value.
+
+        It is that of the first meeting that needs it, or else the first that has what it is made
+        of.
+        """
+        for number in reversed(range(len(self.jaxpr.eqns))):
+            eqn = self.jaxpr.eqns[number]
+            found = [self.birth[v] for v in eqn.outvars if v in self.birth]
+            if number in self._meetings:
+                found = [self._depth(eqn)]
+            for v in eqn.invars if found else ():
+                if not compat.is_literal(v):
+                    self.birth[v] = min([*found, self.birth.get(v, self.num_stages)])
+        for v in [self.index, *self.inputs]:
+            self.birth.pop(v, None)
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            met = number in self._meetings
+            stage = self._depth(eqn) + 1 if met else self._first(eqn.invars)
+            if stage is not None:
+                for v in eqn.outvars:
+                    self.birth[v] = stage if met else self.birth.get(v, stage)
+
+    def _first(self, atoms: Iterable[Any]) -> int | None:
+        """The first stage that has values made in other stages; `None` for inputs alone."""
+        local = [self.birth.get(v, 0) for v in atoms if self.is_local(v)]
+        stage = max([*local, *map(self.depth_of, atoms)], default=0)
+        known = any(self.is_local(v) and v in self.birth for v in atoms)
+        return stage if stage or known else None
+
+    def _depth(self, eqn: Any) -> int:
+        return max(map(self.depth_of, eqn.invars), default=0)
+
+    def _stage_of(self, atoms: Iterable[Any]) -> int:
+        """The stage that hands out values: where they are there, or else the last."""
+        stage = self._first(list(atoms))
+        return self.num_stages - 1 if stage is None else stage
 
     def depth_of(self, atom: Any) -> int:
         return 0 if compat.is_literal(atom) else self.depth.get(atom, 0)
@@ -118,18 +160,15 @@ class Plan:
         stages: list[Stage] = []
         for depth in reversed(range(self.num_stages)):
             effects = [
-                e
-                for e in self.jaxpr.eqns
-                if _is_effect(e) and max(map(self.depth_of, e.invars), default=0) == depth
+                e for e in self.jaxpr.eqns if _is_effect(e) and self._stage_of(e.invars) == depth
             ]
-            outputs = [i for i, v in enumerate(self.outputs) if self.depth_of(v) == depth]
+            outputs = [i for i, v in enumerate(self.outputs) if self._stage_of([v]) == depth]
             meetings = [
                 m
                 for m in self._meetings.values()
-                if max(map(self.depth_of, m.eqn.invars), default=0) == depth
-                and depth + 1 < self.num_stages
+                if self._depth(m.eqn) == depth and depth + 1 < self.num_stages
             ]
-            stores = [v for v in self.stored if self.depth_of(v) == depth]
+            stores = [v for v in self.stored if self.birth[v] == depth]
             stage = Stage(effects, outputs, meetings, sorted(stores, key=self._made.__getitem__))
             if not self.recomputes:
                 self._keep(self.targets(stage, effects=True), depth)
@@ -152,11 +191,11 @@ class Plan:
             v = queue.pop()
             if v in seen or v not in self._made or self.is_met(v) or v in self.stored:
                 seen.add(v)
-                if v in self.stored and self.depth_of(v) == depth:
+                if v in self.stored and self.birth[v] == depth:
                     queue += self._parents(v)
                 continue
             seen.add(v)
-            if self.is_local(v) and self.depth_of(v) < depth:
+            if self.is_local(v) and self.birth.get(v, depth) < depth:
                 self.stored |= self._cheaper(v)
             else:
                 queue += self._parents(v)
@@ -174,12 +213,13 @@ class Plan:
             if not self.is_local(u):
                 continue
             seen.add(u)
-            eqn = self.jaxpr.eqns[self._made[u]]
-            if _is_cheap(eqn):
+            if _is_cheap(self.jaxpr.eqns[self._made[u]]):
                 steps += 1
                 queue += self._parents(u)
-            else:
+            elif u in self.birth:
                 found.add(u)
+            else:  # made where it is read, and not cheap
+                return {v}
         if steps > _REACH or sum(map(_bytes, found)) > _bytes(v):
             return {v}
         return found
@@ -196,7 +236,7 @@ class Plan:
             if v in seen or v in self.consts:
                 continue
             seen.add(v)
-            kept = v in self.stored and self.depth_of(v) < depth
+            kept = v in self.stored and self.birth[v] < depth
             if v not in self._made or self.is_met(v) or kept:
                 reads.append(v)
                 continue
