@@ -23,6 +23,7 @@ from jaxaccum.core.sums import Window as Window
 from jaxaccum.core.sums import WindowSums as WindowSums
 from jaxaccum.core.sums import finalize as finalize
 from jaxaccum.core.sums import merge as merge
+from jaxaccum.diagnostics.equivalence import check_equivalence as check_equivalence
 from jaxaccum.diagnostics.noise import NoiseScale as NoiseScale
 from jaxaccum.diagnostics.noise import noise_scale as noise_scale
 from jaxaccum.folds.cut import split as split

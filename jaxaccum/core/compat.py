@@ -4,11 +4,13 @@ Everything here is a thin door to `jax.extend` and `jax.interpreters`; the rest 
 stages and inspects functions through these doors only.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import jax.extend.random as jex_random
 import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
@@ -333,3 +335,34 @@ def promote(*dtypes: Any) -> Any:
     """The common dtype of `dtypes`, also under `jax_numpy_dtype_promotion="strict"`."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
+
+
+def inlined(staged: Staged) -> Staged:
+    """The same program with its inner jits and custom derivatives written out."""
+    closed = staged.closed
+    flat = stage(lambda *xs: _evaluate(open_jaxpr(closed), closed.consts, xs), *closed.in_avals)
+    return Staged(flat.closed, staged.out_shape)
+
+
+@functools.cache
+def _constant_impl() -> Any:
+    """A generator of which every draw is the same: the uniform number 0.05."""
+
+    def bits(key: Any, bit_width: int, shape: Sequence[int]) -> jax.Array:
+        del key
+        return jnp.full(shape, 0x0CCCCCCCCCCCCCCC >> (64 - bit_width), f"uint{bit_width}")
+
+    return jex_random.define_prng_impl(
+        key_shape=(1,),
+        seed=lambda seed: jnp.zeros((1,), jnp.uint32),
+        split=lambda key, shape: jnp.zeros((*shape, 1), jnp.uint32),
+        random_bits=bits,
+        fold_in=lambda key, data: key,
+        name="constant",
+        tag="constant",
+    )
+
+
+def constant_key() -> jax.Array:
+    """A PRNG key from which all draws are equal, whatever it is folded or split into."""
+    return jax.random.key(0, impl=_constant_impl())

@@ -1,5 +1,7 @@
 """Reading a window: how noisy its gradient is, and whether it equals the full batch's."""
 
+from jaxaccum.diagnostics.equivalence import EquivalenceReport, check_equivalence
+from jaxaccum.diagnostics.faults import Finding
 from jaxaccum.diagnostics.noise import (
     BatchAdvice,
     NoiseScale,
@@ -12,9 +14,12 @@ from jaxaccum.diagnostics.noise import (
 
 __all__ = [
     "BatchAdvice",
+    "EquivalenceReport",
+    "Finding",
     "NoiseScale",
     "NoiseTracker",
     "batch_advice",
+    "check_equivalence",
     "noise_scale",
     "noise_tracker",
     "smooth_noise",

@@ -1,0 +1,272 @@
+"""`check_equivalence`: does a window equal the full batch, and if not, why."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks, compat
+from jaxaccum.diagnostics import faults
+from jaxaccum.diagnostics.faults import Finding
+from jaxaccum.diagnostics.probes import Parts, Probe, distance, narrowest
+from jaxaccum.folds import cut, devices
+from jaxaccum.folds.window import value_and_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class EquivalenceReport:
+    """Whether windows of a loss function equal the full batch, and why not; `str` says it in words.
+
+    Attributes:
+      ok: whether every comparison held and no fault was found.
+      max_error: the largest deviation of loss or gradient from the full batch's, relative to the
+        largest number that was summed; nan where the loss function could not be run.
+      tolerance: the deviation that rounding is allowed.
+      worst: the path of the parameter that deviates most, `"loss"` for the loss itself.
+      errors: the largest deviation of each comparison, by its name.
+      findings: the faults, the most fundamental first; each has `kind`, `message`, `remedy`.
+    """
+
+    ok: bool
+    max_error: float
+    tolerance: float
+    worst: str
+    errors: dict[str, float]
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        if self.ok:
+            lines.append(
+                f"ok: every window equals the full batch to rounding (largest deviation "
+                f"{self.max_error:.1e}, at {self.worst})."
+            )
+        elif self.max_error > self.tolerance:
+            lines.append(
+                f"not ok: the window deviates from the full batch by {self.max_error:.1e} (rounding "
+                f"explains {self.tolerance:.1e}), most at {self.worst}."
+            )
+        else:
+            lines.append("not ok:")
+        for finding in self.findings:
+            lines += [f"- {finding.message}", f"  {finding.remedy}"]
+        lines += [f"  {error:.1e}  {name}" for name, error in self.errors.items()]
+        return "\n".join(lines)
+
+
+def check_equivalence(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    num_microbatches: int,
+    args: Sequence[Any] = (),
+    has_aux: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    rtol: float | None = None,
+) -> EquivalenceReport:
+    """Runs full batch, windows and permutations on a small input and says what is wrong.
+
+    The thing to run first when losses differ. The full batch, `sum_t total_t / weight_t` in one
+    pass, is compared with windows of several cuts, even and uneven, of the rows as they are and
+    permuted. Where they differ, experiments tell the cause: rows doubled (a mean does not grow, a
+    sum does), rows exchanged (do examples see each other?), rows reordered, sequences cut short.
+    Unlike `accumulate` it also takes loss functions that return a bare scalar, to explain them.
+
+    Args:
+      loss_fn: as in `ja.accumulate`, right or wrong. If it takes the keyword `key`, it is given a
+        key of which all draws are equal, since masks that differ by micro-batch would hide
+        everything else.
+      params: the parameters; some dozen to some thousand of them will do.
+      batch: a small batch; four rows or more of different content and length find most.
+      num_microbatches: into how many micro-batches the window is cut; a static int.
+      args: further positional arguments of `loss_fn`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      axis_name: device axes that the loss function names; it is then run as their only device.
+      rtol: the deviation allowed, relative to the largest number that was summed; by default 256
+        times the epsilon of float32, or 8 times that of a narrower dtype that the loss computes in.
+
+    Returns:
+      An `EquivalenceReport`. Nothing is printed, and a faulty loss does not raise.
+
+    Raises:
+      TypeError: `loss_fn` is not a function.
+      ValueError: the batch has fewer rows than micro-batches, or than two.
+
+    Example:
+      >>> import jaxaccum as ja
+      >>> x = jnp.arange(8.0)
+      >>> report = ja.check_equivalence(
+      ...     lambda w, x: jnp.mean((w - x) ** 2), jnp.float32(1), x, num_microbatches=2)
+      >>> print(report.ok, report.findings[0].kind)
+      False mean_inside
+      >>> report = ja.check_equivalence(
+      ...     lambda w, x: ja.mean((w - x) ** 2), jnp.float32(1), x, num_microbatches=2)
+      >>> print(report.ok)
+      True
+    """
+    function = "check_equivalence"
+    if not callable(loss_fn):
+        raise TypeError(
+            f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
+        )
+    number = checks.integer(function, "num_microbatches", num_microbatches)
+    size = cut.batch_size(function, batch)
+    if size < max(2, number):
+        raise ValueError(
+            f"{function}: the batch has {size} rows; at least two and at least `num_microbatches`, "
+            f"{number}, are needed to compare anything."
+        )
+    axes = devices.names_of(function, "axis_name", axis_name)
+    probe = Probe(loss_fn, params, batch, args, has_aux=has_aux, axes=axes)
+    check = _Check(probe, number, rtol)
+    check.run()
+    return check.report()
+
+
+class _Check:
+    """One check: its comparisons, the worst of them, its findings."""
+
+    def __init__(self, probe: Probe, number: int, rtol: float | None):
+        self.probe, self.number, self.rtol = probe, number, rtol
+        self.errors: dict[str, float] = {}
+        self.findings: list[Finding] = []
+        self.worst, self.max_error, self.tolerance = "", float("nan"), float("nan")
+
+    def report(self) -> EquivalenceReport:
+        deviates = not self.max_error <= self.tolerance
+        if deviates and not self.findings:
+            self.findings.append(faults.UNKNOWN)
+        return EquivalenceReport(
+            ok=not self.findings,
+            max_error=self.max_error,
+            tolerance=self.tolerance,
+            worst=self.worst,
+            errors=self.errors,
+            findings=tuple(self.findings),
+        )
+
+    def run(self) -> None:
+        """The experiments, the most fundamental first; a fault that hides the others ends it."""
+        probe = self.probe
+        everything = np.arange(probe.rows)
+        whole = probe.take(everything)
+        try:
+            staged = self._stage(whole)
+            full = probe(everything)
+        except Exception as error:
+            self.findings.append(faults.raised(error))
+            return
+        self.findings += faults.structural(probe, staged, whole)
+        again = faults.impure(probe, staged, whole)
+        if again is not None:
+            self.findings.append(again)
+            return
+        narrow = narrowest(staged)
+        factor = 256 if narrow == np.float32 else 8
+        self.tolerance = factor * float(jnp.finfo(narrow).eps) if self.rtol is None else self.rtol
+        try:
+            windows = self._windows(everything)
+        except Exception as error:
+            self.findings.append(faults.fixed_shape(error, probe.rows))
+            return
+        finite = faults.non_finite(probe, full, [p for parts in windows.values() for p in parts])
+        if finite is not None:
+            self.findings.append(finite)
+            return
+        for name, parts in windows.items():
+            self._compare(name, full, parts)
+        numeric = faults.numeric(probe, full, windows, self.tolerance)
+        self.findings += [f for f in numeric if f.kind not in {g.kind for g in self.findings}]
+        shifted = faults.shifted(probe, staged, whole)
+        if shifted is not None:
+            self.findings.append(shifted)
+        if not (self.findings or probe.axes):
+            self._library(full)
+
+    def _stage(self, whole: Any) -> compat.Staged:
+        """The staged loss; device axes that it names are bound on the way."""
+        for _ in range(4):
+            try:
+                return self.probe.stage(whole)
+            except NameError as error:
+                found = re.search(r"unbound axis name:?\s*'?(\w+)", str(error))
+                if found is None or found[1] in self.probe.axes:
+                    raise
+                self.probe.axes = (*self.probe.axes, found[1])
+        return self.probe.stage(whole)
+
+    def _windows(self, everything: np.ndarray) -> dict[str, list[Parts]]:
+        """The parts of several windows that all hold every row, in few different shapes."""
+        size, number = len(everything), self.number
+        mixed = np.random.default_rng(0).permutation(size)
+        even = self._split(everything)
+        rows = len(even[-1]) if len(even[-1]) > 1 else size - 1
+        singles = size - (size - 1) // rows * rows
+        starts = [*range(1, singles), *range(singles, size, rows)]
+        pieces = {
+            f"window of {number} micro-batches": even,
+            "uneven window": np.split(everything, starts),
+            "window of single rows": np.split(everything, size) if size <= 64 else [],
+            "full batch, rows permuted": [mixed],
+            f"window of {number} micro-batches, rows permuted": self._split(mixed),
+        }
+        return {n: [self.probe(rows) for rows in parts] for n, parts in pieces.items() if parts}
+
+    def _split(self, rows: np.ndarray) -> list[np.ndarray]:
+        return [np.asarray(p) for p in cut.split(rows, num_microbatches=self.number)]
+
+    def _compare(self, name: str, full: Parts, parts: Sequence[Parts]) -> None:
+        merged, sizes = _sum(parts), _sum([p.sizes() for p in parts])
+        sizes = sizes._replace(weights=np.abs(merged.weights))
+        self._note(name, full, merged.means(), sizes.means())
+
+    def _note(self, name: str, full: Parts, got: Any, size: Any) -> None:
+        """Notes the distance of `(loss, grads)` from the full batch's."""
+        want, own = full.means(), full.sizes().means()
+        loss_size, *grad_sizes = [np.maximum(a, b) for a, b in zip(_flat(size), _flat(own))]
+        errors = {"loss": distance(np.float64(got[0]), np.float64(want[0]), loss_size)}
+        # A gradient that is zero but for rounding is measured against the others.
+        floor = 0.01 * max((float(np.max(g, initial=0)) for g in grad_sizes), default=0.0)
+        for path, g, w, s in zip(self.probe.paths, got[1], want[1], grad_sizes, strict=True):
+            errors[f"params{path}"] = distance(g, w, np.maximum(s, floor))
+        worst = max(errors, key=lambda path: errors[path])
+        self.errors[name] = errors[worst]
+        if not errors[worst] <= self.max_error:
+            self.worst, self.max_error = worst, errors[worst]
+
+    def _library(self, full: Parts) -> None:
+        """The library's own window; what it refuses is a fault too."""
+        probe = self.probe
+        params = jax.tree.unflatten(probe.tree, probe.leaves)
+        f = value_and_grad(probe.loss_fn, num_microbatches=self.number, has_aux=probe.has_aux)
+        try:
+            run = jax.jit(lambda params, batch: f(params, batch, *probe.args, **probe.named))
+            out, grads = run(params, probe.batch)
+        except (TypeError, ValueError) as error:
+            self.findings.append(faults.refused(error))
+            return
+        loss = out[0] if probe.has_aux else out
+        leaves = [np.asarray(g).astype(w.dtype) for g, w in zip(_moving(grads), full.means()[1])]
+        name = f"ja.value_and_grad, {self.number} micro-batches"
+        got = float(loss), leaves
+        self._note(name, full, got, got)
+
+
+def _flat(means: Any) -> list[Any]:
+    return [np.abs(means[0]), *map(np.abs, means[1])]
+
+
+def _moving(grads: Any) -> list[Any]:
+    return [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
+
+
+def _sum(parts: Sequence[Parts]) -> Parts:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

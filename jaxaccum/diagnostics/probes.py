@@ -1,0 +1,250 @@
+"""A loss function evaluated on chosen rows, and the experiments that tell its faults apart."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import compat
+from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.mean import Mean
+from jaxaccum.core.reducers import is_marked
+
+
+class Parts(NamedTuple):
+    """What a loss function returns for some rows, in float64.
+
+    Attributes:
+      totals: `[terms]`.
+      weights: `[terms]`.
+      grads: the gradients of the totals in the inexact parameters, each `[terms, ...]`.
+    """
+
+    totals: np.ndarray
+    weights: np.ndarray
+    grads: list[np.ndarray]
+
+    def vector(self, term: int) -> np.ndarray:
+        """The total and the gradient of one term as one vector."""
+        return np.concatenate([self.totals[term, None], *[g[term].ravel() for g in self.grads]])
+
+    def means(self) -> tuple[float, list[np.ndarray]]:
+        """The loss and the gradient: the sum of the terms' means."""
+        some = self.weights != 0
+        scale = np.divide(1.0, self.weights, out=np.zeros_like(self.weights), where=some)
+        loss = float(np.sum(np.where(some, self.totals, 0) * scale))
+        grads = [np.tensordot(scale[some], g[some], 1) for g in self.grads]
+        return (loss if some.any() else float("nan")), grads
+
+    def sizes(self) -> "Parts":
+        """The absolute values, against which rounding is measured."""
+        grads = [np.abs(g) for g in self.grads]
+        return Parts(np.abs(self.totals), np.abs(self.weights), grads)
+
+    def is_finite(self) -> bool:
+        """Whether every number is."""
+        return all(np.isfinite(x).all() for x in (self.totals, self.weights, *self.grads))
+
+    def __add__(self, other: Any) -> "Parts":
+        return jax.tree.map(np.add, self, other)
+
+
+class Probe:
+    """A loss function to experiment with: rows in, `Parts` out.
+
+    A bare scalar counts as a mean of weight 1. A `key` that the loss function takes is one from
+    which all draws are the same, so that what is left to differ is no randomness.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        batch: Any,
+        args: Sequence[Any],
+        *,
+        has_aux: bool,
+        axes: Sequence[str],
+    ):
+        self.loss_fn, self.args = loss_fn, tuple(args)
+        self.batch = jax.tree.map(_on_host, batch)  # rows are picked there, without a program
+        self.has_aux, self.axes = has_aux, tuple(axes)
+        self.named = {"key": compat.constant_key()} if takes_key(loss_fn) else {}
+        self.leaves, self.tree = jax.tree.flatten(params)
+        self.moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
+        self.paths = [
+            jax.tree_util.keystr(path)
+            for path, x in jax.tree_util.tree_leaves_with_path(params)
+            if is_inexact(x)
+        ]
+        self.rows = int(np.shape(jax.tree.leaves(batch)[0])[0])
+        self.terms: list[str] = []
+        self.bare = False
+        self._jitted = jax.jit(self._evaluate)
+
+    def take(self, index: Sequence[int] | np.ndarray) -> Any:
+        """The batch's rows `index`."""
+        return jax.tree.map(lambda leaf: leaf[np.asarray(index)], self.batch)
+
+    def __call__(self, index: Sequence[int] | np.ndarray) -> Parts:
+        return self.on(self.take(index))
+
+    def on(self, rows: Any) -> Parts:
+        """The parts for rows that need not be the batch's."""
+        out = self._jitted(self.moving, rows)
+        totals, weights, *grads = [_float64(x) for x in jax.tree.leaves(out)]
+        return Parts(totals, weights, grads)
+
+    def flat_fn(self, moving: Sequence[Any], rows: Any) -> tuple[list[Any], list[Any]]:
+        """The terms' totals and weights as the loss function returns them."""
+        supply = iter(moving)
+        leaves = [next(supply) if is_inexact(x) else x for x in self.leaves]
+        out = self.loss_fn(jax.tree.unflatten(self.tree, leaves), rows, *self.args, **self.named)
+        loss = out[0] if self.has_aux else out
+        pairs = jax.tree_util.tree_leaves_with_path(loss, is_leaf=is_marked)
+        self.terms = [jax.tree_util.keystr(path) for path, _ in pairs]
+        means = [m if isinstance(m, Mean) else Mean(m, np.float32(1)) for _, m in pairs]
+        self.bare = any(not isinstance(m, Mean) for _, m in pairs)
+        return [jnp.asarray(m.total) for m in means], [jnp.asarray(m.weight) for m in means]
+
+    def _evaluate(self, moving: list[Any], rows: Any) -> Any:
+        def totals_fn(moving: list[Any]) -> Any:
+            totals, weights = self.flat_fn(moving, rows)
+            return jnp.stack([_wide(t) for t in totals]), jnp.stack([_wide(w) for w in weights])
+
+        def both(moving: list[Any]) -> Any:
+            totals, pull, weights = jax.vjp(totals_fn, moving, has_aux=True)
+            grads = [pull(seed)[0] for seed in jnp.eye(totals.shape[0], dtype=totals.dtype)]
+            return totals, weights, [jnp.stack(g) for g in zip(*grads, strict=True)]
+
+        run = both
+        for name in self.axes:  # as the only device of each axis
+            run = functools.partial(_alone, run, name)
+        return run(moving)
+
+    def stage(self, rows: Any, *, devices: int = 1) -> compat.Staged:
+        """The program from the inputs `flat(rows)` to totals and weights."""
+        number, tree = len(self.moving), jax.tree.structure(rows)
+
+        def fn(*flat: Any) -> Any:
+            return self.flat_fn(flat[:number], jax.tree.unflatten(tree, flat[number:]))
+
+        env = [(name, devices) for name in self.axes]
+        staged = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
+        return compat.Staged(*staged(*self.flat(rows)))
+
+    def flat(self, rows: Any) -> list[Any]:
+        """The inputs of a staged program: the parameters' inexact leaves, then the rows."""
+        return [*self.moving, *jax.tree.leaves(rows)]
+
+
+def takes_key(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function has a parameter `key`."""
+    try:
+        return "key" in inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _on_host(leaf: Any) -> Any:
+    is_key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
+    return leaf if is_key else np.asarray(leaf)
+
+
+def _alone(fn: Callable[..., Any], name: str, moving: Any) -> Any:
+    stacked = jax.tree.map(lambda x: x[None], moving)
+    out = jax.vmap(fn, axis_name=name)(stacked)
+    return jax.tree.map(lambda x: x[0], out)
+
+
+def _wide(x: Any) -> jax.Array:
+    return jnp.asarray(x, compat.promote(x, jnp.float32))
+
+
+def _float64(x: Any) -> np.ndarray:
+    kind = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
+    return np.asarray(x).astype(kind)
+
+
+def distance(a: np.ndarray, b: np.ndarray, size: np.ndarray) -> float:
+    """The largest difference against the largest number that went into either."""
+    scale = float(np.max(np.abs(size), initial=0.0))
+    gap = float(np.max(np.abs(a - b), initial=0.0))
+    return 0.0 if gap == 0 else gap / scale if scale else float("inf")
+
+
+def eqns_of(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a program and of the programs inside it."""
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(compat.open_jaxpr(inner), "eqns"):
+                    yield from eqns_of(inner)
+
+
+def narrowest(staged: compat.Staged) -> Any:
+    """The floating dtype of the fewest digits that a program computes in, float32 at most."""
+    found = np.dtype(np.float32)
+    for eqn in eqns_of(staged.closed):
+        for var in eqn.outvars:
+            dtype = getattr(var.aval, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                continue
+            if jnp.finfo(dtype).eps > jnp.finfo(found).eps:
+                found = dtype
+    return found
+
+
+def same_program(a: compat.Staged, b: compat.Staged) -> bool:
+    """Whether two programs are the same, equation by equation, constants included."""
+    texts = [re.sub("0x[0-9a-f]+", "", str(staged.closed)) for staged in (a, b)]
+    constants = [jax.tree.leaves(staged.closed.consts) for staged in (a, b)]
+    return texts[0] == texts[1] and all(
+        np.shape(x) == np.shape(y) and bool(jnp.array_equal(x, y))
+        for x, y in zip(*constants, strict=True)
+    )
+
+
+def callbacks(staged: compat.Staged) -> bool:
+    """Whether a program calls the host."""
+    return any("callback" in eqn.primitive.name for eqn in eqns_of(staged.closed))
+
+
+def draws(staged: compat.Staged) -> bool:
+    """Whether a program draws random numbers from a key other than the one of the micro-batch."""
+    still = compat.constant_key().dtype
+    return any(
+        eqn.primitive.name == "random_bits" and eqn.invars[0].aval.dtype != still
+        for eqn in eqns_of(staged.closed)
+    )
+
+
+def summed_shapes(staged: compat.Staged) -> list[tuple[int, ...] | None]:
+    """The shape of what each output of a program is the sum of, `None` where that is not seen."""
+    jaxpr = compat.open_jaxpr(compat.inlined(staged).closed)
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    shapes: list[tuple[int, ...] | None] = []
+    for var in jaxpr.outvars:
+        shape = None
+        while not compat.is_literal(var) and var in made:
+            eqn = made[var]
+            inputs = [v for v in eqn.invars if not compat.is_literal(v) and v in made]
+            if eqn.primitive.name == "reduce_sum":
+                var = eqn.invars[0]
+                shape = tuple(var.aval.shape)
+            elif eqn.primitive.name in _KEEPING and len(inputs) == 1:
+                (var,) = inputs
+            else:
+                break
+        shapes.append(shape)
+    return shapes
+
+
+# Through these a sum, times a number, stays that sum.
+_KEEPING = frozenset(["convert_element_type", "mul", "div", "neg", "copy", "reshape", "squeeze"])
