@@ -5,6 +5,7 @@ from jaxaccum import interop as interop
 from jaxaccum import losses as losses
 from jaxaccum import per_example as per_example
 from jaxaccum import reporting as reporting
+from jaxaccum import rollouts as rollouts
 from jaxaccum import schedules as schedules
 from jaxaccum.auditing import audit as audit
 from jaxaccum.batches import PackedBatch as PackedBatch

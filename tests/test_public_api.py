@@ -108,6 +108,7 @@ SUBMODULES = {
         "half_life",
     ],
     "diagnostics": ["smooth_noise", "batch_advice"],
+    "rollouts": ["close_windows", "pad_rollouts", "sequence_mean", "token_mean", "constant_mean"],
     "losses": [
         "contrastive",
         "contrastive_fn",

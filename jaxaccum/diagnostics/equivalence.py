@@ -47,8 +47,8 @@ class EquivalenceReport:
             )
         elif self.max_error > self.tolerance:
             lines.append(
-                f"not ok: the window deviates from the full batch by {self.max_error:.1e} (rounding "
-                f"explains {self.tolerance:.1e}), most at {self.worst}."
+                f"not ok: the window deviates from the full batch by {self.max_error:.1e} "
+                f"(rounding explains {self.tolerance:.1e}), most at {self.worst}."
             )
         else:
             lines.append("not ok:")
@@ -229,7 +229,7 @@ class _Check:
         """Notes the distance of `(loss, grads)` from the full batch's."""
         want, own = full.means(), full.sizes().means()
         loss_size, *grad_sizes = [np.maximum(a, b) for a, b in zip(_flat(size), _flat(own))]
-        errors = {"loss": distance(np.float64(got[0]), np.float64(want[0]), loss_size)}
+        errors = {"loss": distance(np.asarray(got[0]), np.asarray(want[0]), loss_size)}
         # A gradient that is zero but for rounding is measured against the others.
         floor = 0.01 * max((float(np.max(g, initial=0)) for g in grad_sizes), default=0.0)
         for path, g, w, s in zip(self.probe.paths, got[1], want[1], grad_sizes, strict=True):

@@ -82,7 +82,7 @@ def impure(probe: Probe, staged: compat.Staged, rows: Any) -> Finding | None:
     """Whether a second trace, or a second run of the same program, gives something else."""
     try:
         again = probe.stage(rows)
-        if same_program(staged, again) and not callbacks(staged) or probe.axes:
+        if (same_program(staged, again) and not callbacks(staged)) or probe.axes:
             return None
         runs = [jax.jit(lambda *flat, program=p: program(*flat)) for p in (staged, again)]
         flat = probe.flat(rows)

@@ -1,0 +1,384 @@
+"""Reinforcement learning batches: ragged samples into windows, and the losses over them.
+
+Sequences that a policy sampled have very different lengths, so by what a loss is divided matters,
+and papers differ in it. Each of their means is here as a `ja.Mean`, exact for any cut of the
+samples.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks
+from jaxaccum.core.mean import Mean, mean
+from jaxaccum.core.reducers import Max, Min
+
+__all__ = [
+    "Rollout",
+    "RolloutBatch",
+    "clipped_loss",
+    "close_windows",
+    "constant_mean",
+    "group_advantages",
+    "pad_rollouts",
+    "sequence_mean",
+    "token_mean",
+    "version_lag",
+]
+
+
+class Rollout(NamedTuple):
+    """One sampled sequence, on the host.
+
+    Attributes:
+      tokens: prompt and completion; int `[length]`.
+      prompt_length: how many of the tokens are the prompt; at least 1.
+      log_probs: the log-probability of each completion token under the policy that sampled it;
+        float `[length - prompt_length]`.
+      advantage: from `group_advantages`, or another estimate.
+      version: the version of the weights that sampled it.
+    """
+
+    tokens: np.ndarray
+    prompt_length: int
+    log_probs: np.ndarray
+    advantage: float
+    version: int = 0
+
+
+class RolloutBatch(NamedTuple):
+    """Padded rollouts; the targets of `tokens[:, :-1]` are `tokens[:, 1:]`.
+
+    Attributes:
+      tokens: int32 `[rows, length]`.
+      mask: bool `[rows, length - 1]`; where a target is a completion token.
+      log_probs: float32 `[rows, length - 1]`; of the targets, zero elsewhere.
+      advantage: float32 `[rows]`.
+      version: int32 `[rows]`.
+      real: bool `[rows]`; false for rows that only pad.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    log_probs: np.ndarray
+    advantage: np.ndarray
+    version: np.ndarray
+    real: np.ndarray
+
+
+def close_windows(
+    samples: Iterable[Any],
+    *,
+    num_samples: int | None = None,
+    num_tokens: int | None = None,
+    size_fn: Callable[[Any], int] | None = None,
+) -> Iterator[list[Any]]:
+    """Groups samples into windows that close at a target number of samples or tokens.
+
+    A window closes with the sample that reaches the target, as `ja.until_weight` does in a stream;
+    nothing is cut or dropped, and the last window may be short.
+
+    Args:
+      samples: an iterable of `Rollout`s or of anything else.
+      num_samples: samples per window; a static int.
+      num_tokens: tokens per window, at least; a static int. Exactly one of the two.
+      size_fn: the tokens of a sample; by default the completion tokens of a `Rollout`.
+
+    Yields:
+      Lists of samples.
+
+    Raises:
+      TypeError: a target is not an integer.
+      ValueError: not exactly one target is given, or it is less than 1.
+
+    Example:
+      >>> list(close_windows([[1] * n for n in (3, 2, 4, 1)], num_tokens=5, size_fn=len))
+      [[[1, 1, 1], [1, 1]], [[1, 1, 1, 1], [1]]]
+    """
+    checks.one_of("close_windows", num_samples=num_samples, num_tokens=num_tokens)
+    if num_samples is not None:
+        return _closed(samples, checks.integer("close_windows", "num_samples", num_samples), _one)
+    target = checks.integer("close_windows", "num_tokens", num_tokens)
+    return _closed(samples, target, size_fn or _completion)
+
+
+def _one(sample: Any) -> int:
+    del sample
+    return 1
+
+
+def _completion(sample: Any) -> int:
+    return len(sample.tokens) - sample.prompt_length
+
+
+def _closed(
+    samples: Iterable[Any], target: int, size_fn: Callable[[Any], int]
+) -> Iterator[list[Any]]:
+    window: list[Any] = []
+    held = 0
+    for sample in samples:
+        window.append(sample)
+        held += size_fn(sample)
+        if held >= target:
+            yield window
+            window, held = [], 0
+    if window:
+        yield window
+
+
+def pad_rollouts(
+    rollouts: Sequence[Rollout],
+    *,
+    row_buckets: Sequence[int],
+    length_buckets: Sequence[int],
+    padding: int = 0,
+) -> RolloutBatch:
+    """Pads a window's rollouts to the smallest shape out of a few, so that few programs compile.
+
+    Rows that only pad hold no target, so they count for nothing in any of the means below.
+
+    Args:
+      rollouts: at least one.
+      row_buckets: the numbers of rows allowed; static ints, multiples of the number of
+        micro-batches cut best.
+      length_buckets: the sequence lengths allowed; static ints.
+      padding: the token that fills up.
+
+    Returns:
+      A `RolloutBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: there is no rollout, one has no prompt or the wrong number of log-probabilities,
+        or no bucket is large enough.
+
+    Example:
+      >>> rollout = Rollout(np.array([5, 6, 7]), 1, np.array([-0.5, -1.0]), 2.0)
+      >>> batch = pad_rollouts([rollout], row_buckets=[2, 4], length_buckets=[4, 8])
+      >>> print(batch.tokens.tolist(), batch.mask.tolist())
+      [[5, 6, 7, 0], [0, 0, 0, 0]] [[True, True, False], [False, False, False]]
+    """
+    if not rollouts:
+        raise ValueError("pad_rollouts: `rollouts` is empty; leave the window out instead.")
+    longest = max(len(r.tokens) for r in rollouts)
+    rows = _bucket("row_buckets", row_buckets, len(rollouts))
+    length = _bucket("length_buckets", length_buckets, longest)
+    batch = RolloutBatch(
+        tokens=np.full((rows, length), padding, np.int32),
+        mask=np.zeros((rows, length - 1), bool),
+        log_probs=np.zeros((rows, length - 1), np.float32),
+        advantage=np.zeros(rows, np.float32),
+        version=np.zeros(rows, np.int32),
+        real=np.arange(rows) < len(rollouts),
+    )
+    for row, rollout in enumerate(rollouts):
+        size, prompt = len(rollout.tokens), rollout.prompt_length
+        if prompt < 1 or len(rollout.log_probs) != size - prompt:
+            raise ValueError(
+                f"pad_rollouts: rollout {row} has {size} tokens, a prompt of {prompt} and "
+                f"{len(rollout.log_probs)} log-probabilities. Give one for each completion token "
+                "and a prompt of at least one."
+            )
+        batch.tokens[row, :size] = rollout.tokens
+        targets = slice(prompt - 1, size - 1)
+        batch.mask[row, targets] = True
+        batch.log_probs[row, targets] = rollout.log_probs
+        batch.advantage[row] = rollout.advantage
+        batch.version[row] = rollout.version
+    return batch
+
+
+def _bucket(name: str, buckets: Sequence[int], needed: int) -> int:
+    sizes = sorted(checks.integer("pad_rollouts", name, size) for size in buckets)
+    for size in sizes:
+        if size >= needed:
+            return size
+    raise ValueError(
+        f"pad_rollouts: `{name}` {sizes} hold at most {max(sizes, default=0)}, but {needed} are "
+        "needed. Add a larger one."
+    )
+
+
+def group_advantages(
+    rewards: Any, group_size: int, *, scale: bool = True, epsilon: float = 1e-6
+) -> jax.Array:
+    """The advantage of each sample over its group: `(r - mean(r)) / (std(r) + epsilon)`.
+
+    It needs whole groups, so it is computed before a window is cut into micro-batches.
+
+    Args:
+      rewards: `[samples]`; the samples of a group (of one prompt) stand side by side.
+      group_size: samples per group; a static int.
+      scale: whether to divide by the group's standard deviation (the population's), as GRPO does;
+        Dr. GRPO does not, since it weighs easy and hard prompts more.
+      epsilon: keeps groups of equal rewards finite, whose advantages are zero.
+
+    Returns:
+      Float32 `[samples]`.
+
+    Raises:
+      ValueError: the samples do not make whole groups.
+
+    References:
+      Zhihong Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open
+      Language Models", 2024 (GRPO). Zichen Liu et al., "Understanding R1-Zero-Like Training: A
+      Critical Perspective", 2025 (Dr. GRPO).
+
+    Example:
+      >>> group_advantages([1.0, 3.0, 5.0, 5.0], 2, scale=False).tolist()
+      [-1.0, 1.0, 0.0, 0.0]
+    """
+    size = checks.integer("group_advantages", "group_size", group_size)
+    rewards = jnp.asarray(rewards, jnp.float32)
+    if rewards.ndim != 1 or rewards.shape[0] % size:
+        raise ValueError(
+            f"group_advantages: `rewards` must be flat and make whole groups of {size}, got "
+            f"{checks.describe(rewards)}."
+        )
+    groups = rewards.reshape(-1, size)
+    advantages = groups - groups.mean(1, keepdims=True)
+    if scale:
+        advantages = advantages / (groups.std(1, keepdims=True) + epsilon)
+    return advantages.reshape(-1)
+
+
+def clipped_loss(
+    log_probs: jax.Array,
+    old_log_probs: jax.Array,
+    *,
+    advantages: jax.Array,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+) -> jax.Array:
+    """The clipped objective of each token, to be minimised.
+
+    `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)` with `ratio = exp(log_probs -
+    old_log_probs)`.
+
+    Args:
+      log_probs: of the tokens under the policy that is trained; `[rows, tokens]`.
+      old_log_probs: under the policy that sampled them; the same shape.
+      advantages: `[rows]`.
+      clip: how far the ratio counts downwards.
+      clip_high: how far upwards, `clip` by default; DAPO takes 0.28 with 0.2.
+
+    Returns:
+      `[rows, tokens]`; give it to one of the means below.
+
+    References:
+      John Schulman et al., "Proximal Policy Optimization Algorithms", 2017. Qiying Yu et al.,
+      "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025 (`clip_high`).
+
+    Example:
+      >>> values = clipped_loss(jnp.log(jnp.array([[1.0, 2.0]])), jnp.zeros((1, 2)),
+      ...                       advantages=jnp.ones(1))
+      >>> print(values)
+      [[-1.  -1.2]]
+    """
+    ratio = jnp.exp(log_probs - old_log_probs)
+    high = clip if clip_high is None else clip_high
+    advantages = advantages[:, None]
+    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip, 1 + high) * advantages)
+
+
+def sequence_mean(values: jax.Array, mask: jax.Array) -> Mean:
+    """The mean over sequences of each sequence's own mean: GRPO, "sample level".
+
+    `total = sum_i sum_t values_it / length_i`, `weight = sequences`. Tokens of long sequences count
+    less. A sequence without a token is not counted.
+
+    Args:
+      values: per-token losses `[rows, tokens]`.
+      mask: bool, the same shape; where a completion token is.
+
+    Returns:
+      A `Mean`.
+
+    References:
+      Zhihong Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open
+      Language Models", 2024.
+
+    Example:
+      >>> mask = jnp.array([[True, False], [True, True]])
+      >>> print(sequence_mean(jnp.array([[1.0, 9.0], [2.0, 4.0]]), mask).value)
+      2.0
+    """
+    lengths = mask.sum(1)
+    sums = jnp.where(mask, values, jnp.zeros_like(values)).astype(jnp.float32).sum(1)
+    return mean(sums / jnp.maximum(lengths, 1), where=lengths > 0)
+
+
+def token_mean(values: jax.Array, mask: jax.Array) -> Mean:
+    """The mean over all tokens of the window: DAPO, "token level".
+
+    `total = sum_i sum_t values_it`, `weight = tokens`. Every token counts alike.
+
+    Args:
+      values: per-token losses `[rows, tokens]`.
+      mask: bool, the same shape; where a completion token is.
+
+    Returns:
+      A `Mean`.
+
+    References:
+      Qiying Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025.
+
+    Example:
+      >>> mask = jnp.array([[True, False], [True, True]])
+      >>> print(token_mean(jnp.array([[1.0, 9.0], [2.0, 6.0]]), mask).value)
+      3.0
+    """
+    return mean(values, where=mask)
+
+
+def constant_mean(values: jax.Array, mask: jax.Array, *, length: float) -> Mean:
+    """The sum over tokens, divided by the sequences and a constant length: Dr. GRPO.
+
+    `total = sum_i sum_t values_it`, `weight = sequences * length`. Neither long nor short sequences
+    are favoured. A sequence without a token is not counted.
+
+    Args:
+      values: per-token losses `[rows, tokens]`.
+      mask: bool, the same shape; where a completion token is.
+      length: the constant, such as the largest completion length.
+
+    Returns:
+      A `Mean`.
+
+    References:
+      Zichen Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", 2025.
+
+    Example:
+      >>> mask = jnp.array([[True, False], [True, True]])
+      >>> print(constant_mean(jnp.array([[1.0, 9.0], [2.0, 5.0]]), mask, length=4).value)
+      1.0
+    """
+    return Mean(mean(values, where=mask).total, mask.any(1).sum() * length)
+
+
+def version_lag(version: Any, current: Any, real: jax.Array) -> dict[str, Any]:
+    """How many versions behind the samples' weights are, as auxiliary outputs of a window.
+
+    Args:
+      version: the version that sampled each row; int `[rows]`.
+      current: the version that is trained, a scalar; pass it as an array so that it is traced.
+      real: bool `[rows]`; rows that count.
+
+    Returns:
+      `{"min": ja.Min, "max": ja.Max, "mean": ja.Mean}`, int32 and a mean. In a window without real
+      rows min is the largest int32 and max the smallest.
+
+    Example:
+      >>> lag = version_lag(jnp.array([3, 1, 0]), 3, jnp.array([True, True, False]))
+      >>> print(lag["min"].value, lag["max"].value, lag["mean"].value)
+      0 2 1.0
+    """
+    lag = jnp.asarray(current, jnp.int32) - jnp.asarray(version, jnp.int32)
+    ends = jnp.iinfo(jnp.int32)
+    return {
+        "min": Min(jnp.min(jnp.where(real, lag, ends.max))),
+        "max": Max(jnp.max(jnp.where(real, lag, ends.min))),
+        "mean": mean(lag, where=real),
+    }

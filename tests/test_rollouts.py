@@ -1,0 +1,175 @@
+"""Reinforcement learning batches: windows, shapes, the published means, exact for any split."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_examples import run
+
+import jaxaccum as ja
+from jaxaccum import rollouts
+
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+
+def samples(number, seed=0):
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(number):
+        prompt, length = rng.integers(1, 4), rng.integers(1, 12)
+        made.append(
+            rollouts.Rollout(
+                rng.integers(1, 9, prompt + length),
+                int(prompt),
+                rng.uniform(-3, -1, length),
+                float(rng.normal()),
+                int(i % 3),
+            )
+        )
+    return made
+
+
+def completion(rollout):
+    return len(rollout.tokens) - rollout.prompt_length
+
+
+def test_windows_close_at_samples_or_tokens():
+    made = samples(11)
+    by_number = list(rollouts.close_windows(iter(made), num_samples=4))
+    assert [len(w) for w in by_number] == [4, 4, 3]
+    by_tokens = list(rollouts.close_windows(iter(made), num_tokens=15))
+    for window in by_tokens[:-1]:
+        sizes = [completion(r) for r in window]
+        assert sum(sizes) >= 15 > sum(sizes[:-1])
+    for windows in (by_number, by_tokens):
+        kept = list(itertools.chain(*windows))
+        assert all(a is b for a, b in zip(kept, made, strict=True))
+
+
+def test_windows_read_no_further_than_they_need():
+    read = []
+    source = (read.append(i) or i for i in itertools.count())
+    assert next(rollouts.close_windows(source, num_samples=3)) == [0, 1, 2]
+    assert read == [0, 1, 2]
+
+
+def test_padding_to_few_shapes():
+    shapes = set()
+    for number in range(1, 9):
+        made = samples(number, seed=number)
+        batch = rollouts.pad_rollouts(made, row_buckets=[4, 8], length_buckets=[8, 16])
+        shapes.add(batch.tokens.shape)
+        assert batch.real.sum() == number
+        assert batch.mask.sum() == sum(map(completion, made))
+        for row, rollout in enumerate(made):
+            size = len(rollout.tokens)
+            assert np.array_equal(batch.tokens[row, :size], rollout.tokens)
+            targets = batch.tokens[row, 1:][batch.mask[row]]
+            assert np.array_equal(targets, rollout.tokens[rollout.prompt_length :])
+            got = batch.log_probs[row][batch.mask[row]]
+            assert np.array_equal(got, rollout.log_probs.astype(np.float32))
+    assert shapes <= {(4, 8), (4, 16), (8, 8), (8, 16)}
+
+
+def test_advantages_are_relative_to_their_group():
+    rewards = np.random.default_rng(0).normal(size=24)
+    groups = rewards.reshape(6, 4)
+    centred = groups - groups.mean(1, keepdims=True)
+    got = rollouts.group_advantages(rewards, 4, scale=False)
+    np.testing.assert_allclose(got, centred.ravel(), atol=8 * EPS)
+    scaled = centred / (groups.std(1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(rollouts.group_advantages(rewards, 4), scaled.ravel(), atol=64 * EPS)
+    assert rollouts.group_advantages(np.ones(4), 4).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_the_clipped_loss_is_flat_where_it_is_clipped(advantage):
+    log_ratio = jnp.log(jnp.array([[0.5, 0.9, 1.1, 1.25, 2.0]]))
+
+    def total(log_probs):
+        values = rollouts.clipped_loss(
+            log_probs, jnp.zeros((1, 5)), advantages=jnp.array([advantage]), clip_high=0.28
+        )
+        return values.sum(), values
+
+    slope, values = jax.grad(total, has_aux=True)(log_ratio)
+    ratio = np.array([0.5, 0.9, 1.1, 1.25, 2.0])
+    want = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage)
+    np.testing.assert_allclose(values[0], want, rtol=4 * EPS)
+    clipped = ratio > 1.28 if advantage > 0 else ratio < 0.8
+    np.testing.assert_allclose(slope[0], np.where(clipped, 0, -ratio * advantage), rtol=4 * EPS)
+
+
+MEANS = {
+    "sequence": (rollouts.sequence_mean, lambda s, n: np.mean(s / n)),
+    "token": (rollouts.token_mean, lambda s, n: s.sum() / n.sum()),
+    "constant": (
+        lambda v, m: rollouts.constant_mean(v, m, length=16),
+        lambda s, n: s.sum() / (16 * len(n)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_those_of_the_papers_for_any_split(name):
+    mean_fn, formula = MEANS[name]
+    made = samples(13, seed=4)
+    batch = rollouts.pad_rollouts(made, row_buckets=[16], length_buckets=[16])
+
+    def loss_fn(w, batch):
+        # Where nothing is sampled stands a nan, which must not be seen.
+        values = jnp.where(batch.mask, w * batch.log_probs, jnp.nan)
+        return mean_fn(values, batch.mask)
+
+    sums = np.array([r.log_probs.astype(np.float32).astype(np.float64).sum() for r in made])
+    want = formula(sums, np.array([completion(r) for r in made], float))
+    for cut in ({"num_microbatches": k} for k in (1, 2, 3, 7, 16)):
+        loss, grad = ja.value_and_grad(loss_fn, **cut)(jnp.float32(2), batch)
+        np.testing.assert_allclose(loss, 2 * want, rtol=16 * EPS)
+        np.testing.assert_allclose(grad, want, rtol=16 * EPS)
+
+
+def test_lag_over_a_window():
+    made = samples(7)  # versions 0, 1, 2, 0, 1, 2, 0
+    batch = rollouts.pad_rollouts(made, row_buckets=[8], length_buckets=[16])
+
+    def loss_fn(w, batch, current):
+        lag = rollouts.version_lag(batch.version, current, batch.real)
+        return rollouts.token_mean(w * batch.log_probs, batch.mask), lag
+
+    f = jax.jit(ja.value_and_grad(loss_fn, num_microbatches=4, has_aux=True))
+    (_, lag), _ = f(jnp.float32(1), batch, jnp.int32(5))
+    assert (lag["min"], lag["max"]) == (3, 5)
+    np.testing.assert_allclose(lag["mean"], 29 / 7, rtol=2 * EPS)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="exactly one"):
+        rollouts.close_windows([], num_samples=1, num_tokens=1)
+    with pytest.raises(ValueError, match="at least 1"):
+        rollouts.close_windows([], num_tokens=0)
+    made = samples(3)
+    with pytest.raises(ValueError, match="`row_buckets`"):
+        rollouts.pad_rollouts(made, row_buckets=[2], length_buckets=[16])
+    with pytest.raises(ValueError, match="`length_buckets`"):
+        rollouts.pad_rollouts(made, row_buckets=[4], length_buckets=[2])
+    with pytest.raises(ValueError, match="empty"):
+        rollouts.pad_rollouts([], row_buckets=[4], length_buckets=[16])
+    with pytest.raises(ValueError, match="rollout 0"):
+        rollouts.pad_rollouts(
+            [made[0]._replace(prompt_length=0)], row_buckets=[4], length_buckets=[16]
+        )
+    with pytest.raises(ValueError, match="whole groups of 4"):
+        rollouts.group_advantages(np.ones(6), 4)
+
+
+def test_the_example_learns_and_does_not_depend_on_the_split(tmp_path):
+    pytest.importorskip("tqdm")
+    output = run("grpo.py", "--quick", cwd=tmp_path)
+    assert "OK: the policy counts, and its gradient is the same for any split" in output
+    (line,) = [line for line in output.splitlines() if line.startswith("mean reward")]
+    first, last = (float(word) for word in line.split() if word[0].isdigit())
+    assert first < 0.2
+    assert last > 0.8
