@@ -15,7 +15,7 @@ import pytest
 import jaxaccum as ja
 
 ROOT = Path(__file__).parents[1]
-LARGEST_NAMESPACE = 48
+LARGEST_NAMESPACE = 49
 
 WINDOW = ["num_microbatches", "microbatch_size", "argnums", "has_aux"]
 FOLD = [*WINDOW, "axis_name", "spmd_axis_name", "reduction", "accumulator", "skip_nonfinite"]
