@@ -38,8 +38,10 @@ def encode(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     return unit(tower(params["a"], batch["x"])), unit(tower(params["b"], batch["y"]))
 
 
-def contrastive(number: int) -> Callable[..., Any]:
-    return ja.losses.contrastive_fn(encode, temperature=TEMPERATURE, num_microbatches=number)
+def contrastive(number: int, **options: Any) -> Callable[..., Any]:
+    return ja.losses.contrastive_fn(
+        encode, temperature=TEMPERATURE, num_microbatches=number, **options
+    )
 
 
 def probabilities(params: Any, batch: Any) -> jax.Array:
@@ -162,6 +164,8 @@ def main() -> None:
             "naive accumulation": naive(plain, number),
         }
         if name == "contrastive":
+            blocks = contrastive(number, block_size=args.rows // number)
+            fns["jaxaccum, logits in blocks"] = jax.value_and_grad(blocks)
             fns["GradCache by hand"] = grad_cache(number)
         programs = {n: harness.compile_program(f, params, batch) for n, f in fns.items()}
         sides = {n: lambda p=p: p.call(params, batch) for n, p in programs.items()}

@@ -7,13 +7,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import checks, compat
-from jaxaccum.core.mean import mean
+from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat
 from jaxaccum.folds.microbatch import microbatch
 from jaxaccum.losses import arguments
 
 
-def contrastive(a: Any, b: Any, *, temperature: Any = 1.0, where: Any = None) -> jax.Array:
+def contrastive(
+    a: Any,
+    b: Any,
+    *,
+    temperature: Any = 1.0,
+    where: Any = None,
+    block_size: int | None = None,
+) -> jax.Array:
     """The symmetric contrastive loss (InfoNCE) of pairs of embeddings.
 
     `logits = a @ b.T / temperature`; the mean over the pairs `i` of `(logsumexp_j(logits[i, j]) +
@@ -26,13 +33,15 @@ def contrastive(a: Any, b: Any, *, temperature: Any = 1.0, where: Any = None) ->
       temperature: a positive number or scalar array, which may be differentiated.
       where: boolean `[B]`; pairs that it drops, such as padding, are neither pairs nor negatives,
         and have a gradient of exactly zero, also where they hold nan.
+      block_size: compares so many rows at a time with all others, so that the logits in memory are
+        `[block_size, B]` and not `[B, B]`. Costs more than twice the products of the logits.
 
     Returns:
       A scalar in float32 or wider; nan where `where` drops all pairs.
 
     Raises:
-      ValueError: a shape does not fit.
-      TypeError: `where` is not boolean.
+      ValueError: a shape does not fit, or `block_size` is less than 1.
+      TypeError: `where` is not boolean, or `block_size` is not an integer.
 
     References:
       Aaron van den Oord, Yazhe Li, Oriol Vinyals, "Representation Learning with Contrastive
@@ -55,7 +64,14 @@ def contrastive(a: Any, b: Any, *, temperature: Any = 1.0, where: Any = None) ->
         # Dropped at the source: a zero times a nan in a product's derivative would be a nan.
         a, b = (jnp.where(kept[:, None], x, jnp.zeros_like(x)) for x in (a, b))
     dtype = compat.promote(a, b, jnp.float32)
-    logits = jnp.matmul(a, b.T, preferred_element_type=dtype) / jnp.asarray(temperature, dtype)
+    temperature = jnp.asarray(temperature, dtype)
+    if block_size is not None:
+        block_size = checks.integer("contrastive", "block_size", block_size)
+        return (
+            _direction(a, b, temperature, kept, block_size)
+            + _direction(b, a, temperature, kept, block_size)
+        ) / 2
+    logits = jnp.matmul(a, b.T, preferred_element_type=dtype) / temperature
     pairs = jnp.diagonal(logits)
     if kept is not None:  # a pair that is dropped sees itself alone, so that it stays finite
         seen = kept[None, :] & kept[:, None] | jnp.eye(len(a), dtype=bool)
@@ -64,8 +80,32 @@ def contrastive(a: Any, b: Any, *, temperature: Any = 1.0, where: Any = None) ->
     return mean(both / 2 - pairs, where=kept).value
 
 
+def _direction(
+    queries: jax.Array, keys: jax.Array, temperature: jax.Array, kept: Any, block_size: int
+) -> jax.Array:
+    """The mean of `logsumexp_j(logits[i, j]) - logits[i, i]`, block by block of queries."""
+
+    def block_fn(whole: Any, block: Any) -> Mean:
+        keys, temperature, kept = whole
+        logits = jnp.matmul(block["query"], keys.T, preferred_element_type=temperature.dtype)
+        logits = logits / temperature
+        own = block["row"][:, None] == jnp.arange(len(keys))[None, :]
+        pairs = jnp.sum(jnp.where(own, logits, 0), axis=1)
+        logits = jnp.where(kept[None, :] | own, logits, -jnp.inf)
+        return mean(jax.nn.logsumexp(logits, axis=1) - pairs, where=block["kept"])
+
+    kept = jnp.ones(len(keys), bool) if kept is None else kept
+    blocks = {"query": queries, "row": jnp.arange(len(queries)), "kept": kept}
+    blocked = microbatch(block_fn, microbatch_size=block_size, argnums=(0, 1))
+    return blocked((keys, temperature, kept), blocks)
+
+
 def contrastive_fn(
-    encode_fn: Callable[..., Any], *, temperature: Any = 1.0, **options: Any
+    encode_fn: Callable[..., Any],
+    *,
+    temperature: Any = 1.0,
+    block_size: int | None = None,
+    **options: Any,
 ) -> Callable[..., jax.Array]:
     """The contrastive loss of two encoders over a batch that is cut into micro-batches.
 
@@ -79,6 +119,7 @@ def contrastive_fn(
         `[rows, D]`, or `(a, b, where)`.
       temperature: a number, or a function of `params` where it is learned, such as
         `lambda params: jnp.exp(-params["log_scale"])`.
+      block_size: rows of the logits in memory at a time; see `contrastive`.
       **options: the keywords of `ja.microbatch`: `num_microbatches` or `microbatch_size`,
         `axis_name` or `spmd_axis_name` for negatives from all devices.
 
@@ -133,7 +174,7 @@ def contrastive_fn(
     ) -> jax.Array:
         (a, b), where = combined_fn(params, batch, *args, key=key, num_real=num_real)
         scale = temperature(params) if callable(temperature) else temperature
-        return contrastive(a, b, temperature=scale, where=where)
+        return contrastive(a, b, temperature=scale, where=where, block_size=block_size)
 
     return contrastive_loss_fn
 
