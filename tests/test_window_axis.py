@@ -786,7 +786,7 @@ def test_losses_that_are_refused(loss_fn, message):
         ({"skip_nonfinite": True}, "skip_nonfinite"),
         ({"grad_reducers": ja.Max}, "grad_reducers"),
         ({"noise_scale": True}, "noise_scale"),
-        ({"model_state": "pooled"}, "further argument.*ja.Last"),
+        ({"model_state": "pooled"}, "return them in aux, as `ja.Last`"),
         ({"axis_name": W}, "both name the axis"),
         ({"reduction": "unreduced", "spmd_axis_name": "data"}, "unreduced"),
     ],

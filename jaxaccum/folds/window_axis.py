@@ -33,8 +33,6 @@ def check_options(function: str, options: dict[str, Any]) -> None:
         )
     reasons = {
         "grad_reducers": "a gradient is a sum over stages as well as over micro-batches",
-        "model_state": "with the window's statistics every micro-batch updates the state alike, so "
-        "pass it as a further argument and return it in `aux` as `ja.Last(state)`",
         "noise_scale": "no micro-batch has a gradient of its own",
         "model_state": "statistics are the window's already; return them in aux, as `ja.Last`",
     }
