@@ -449,3 +449,29 @@ class TestRefusals:
             wrap(jax.grad(lambda c: clipped(1.0, x, c).value))(1.0)
         f = ja.value_and_grad(clipped, num_microbatches=2)
         assert wrap(f)(1.0, x, 2.0)[1] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulator": ja.accumulators.compensated()},
+        {"skip_nonfinite": True},
+        {"unroll": 2},
+        {"spmd_axis_name": "data", "grad_specs": {"w": P(None, "data"), "b": P()}},
+        {
+            "spmd_axis_name": "data",
+            "reduction": "scatter",
+            "grad_specs": {"w": P(None, "data"), "b": P()},
+        },
+    ],
+    ids=["compensated", "skipping", "unrolled", "parts", "scatter"],
+)
+def test_everything_that_a_window_offers(options, x64):
+    """The clipped loss is a loss function like any other; sums in parts are clipped whole."""
+    params, batch = problem()
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    with jax.set_mesh(mesh):
+        f = ja.accumulate(ja.per_example.clip(loss_fn, CLIP), num_microbatches=4, **options)
+        sums = jax.jit(f)(params, jax.device_put(batch, P("data")))
+    assert sums.weight == answer()[1]
+    assert deviation(ja.accumulators.read(sums.grads), answer()[0]) < 1e-12
