@@ -174,7 +174,7 @@ def numeric(
     found: list[Finding] = []
     everything = np.arange(probe.rows)
     pieces = [parts for parts in windows.values() if len(parts) > 1]
-    permuted = next(parts[0] for parts in windows.values() if len(parts) == 1)
+    permuted = next((parts[0] for parts in windows.values() if len(parts) == 1), full)
     for term, name in enumerate(probe.terms):
         if _rounds_totals(full, pieces, term):
             found.append(_low_precision(name, "bfloat16 or float16"))
