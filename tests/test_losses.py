@@ -148,7 +148,12 @@ LOSSES = {
         0.1,
     ),
 }
-EACH = pytest.mark.parametrize("name", LOSSES)
+ALWAYS = ["contrastive", "load balance", "dice"]  # the others are variants, run on request
+FAST = [*ALWAYS, "contrastive in blocks"]
+EACH = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in LOSSES],
+)
 
 
 def some(fast, names, others):
@@ -200,7 +205,9 @@ def answer(name, **options):
         return jax.device_get(jax.jit(jax.value_and_grad(full))(params, batch))
 
 
-@pytest.mark.parametrize(("name", "cut"), some(lambda name, cut: 5 in cut.values(), LOSSES, CUTS))
+@pytest.mark.parametrize(
+    ("name", "cut"), some(lambda name, cut: 5 in cut.values() and name in FAST, LOSSES, CUTS)
+)
 def test_equals_the_full_batch(name, cut, x64):
     params, batch = problem()
     got = jax.jit(jax.value_and_grad(LOSSES[name].window(**cut)))(params, batch)
@@ -241,7 +248,11 @@ ROUTES = {
 
 @pytest.mark.parametrize(
     ("name", "route"),
-    some(lambda name, route: name == "contrastive" or route == "checked", LOSSES, ROUTES),
+    some(
+        lambda name, route: name == "contrastive" or (name in ALWAYS and route == "checked"),
+        LOSSES,
+        ROUTES,
+    ),
 )
 def test_devices(name, route, x64):
     got = ROUTES[route](name, *problem())

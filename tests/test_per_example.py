@@ -63,8 +63,15 @@ def deviation(got, want):
     return max(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("cut", "dtype"),
+    [
+        pytest.param(cut, dtype, marks=() if 5 in cut.values() else pytest.mark.slow)
+        for cut in CUTS
+        for dtype in TOLERANCE
+    ],
+    ids=str,
+)
 def test_clipped_sums(cut, dtype):
     sums, number, _ = answer()
     with jax.enable_x64(dtype == "float64"):
@@ -323,6 +330,7 @@ NOISE = {"noise_multiplier": 1.5, "clip_norm": CLIP, "denominator": 32.0}
 STD = 1.5 * CLIP / 32
 
 
+@functools.cache
 def noise_of(number, route=None):
     """Noisy minus clean gradient of a window of 40,000 parameters, with one key."""
     batch = {"x": jnp.ones((8, 200)), "y": jnp.ones((8, 200)), "real": jnp.ones(8, bool)}
@@ -353,7 +361,12 @@ def noise_of(number, route=None):
 
 
 @pytest.mark.parametrize(
-    ("number", "route"), [(1, None), (2, None), (8, None), (1, True), (1, False)]
+    ("number", "route"),
+    [
+        (8, None),
+        (1, True),
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in [(2, None), (1, False)]],
+    ],
 )
 def test_case_46_the_noise_depends_on_neither_cut_nor_devices(number, route):
     draw = noise_of(number, route)
