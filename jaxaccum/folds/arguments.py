@@ -58,6 +58,24 @@ class Given(NamedTuple):
     model_state: Any = None
 
 
+def own_key(options: Options, key: Any, axes: tuple[str, ...]) -> Any:
+    """The key of a call, checked, and another one on each device.
+
+    Raises:
+      TypeError: it is not one PRNG key.
+      ValueError: there is none, and the accumulator needs one.
+    """
+    checks.key(options.function, key)
+    if key is None and options.accumulator.needs_key:
+        raise ValueError(
+            f"{options.function}: the accumulator rounds stochastically and needs `key=`, a PRNG "
+            "key. Pass one to the call, for example `key=jax.random.key(step)`."
+        )
+    if key is None or not axes:
+        return key
+    return jax.random.fold_in(key, jax.lax.axis_index(axes))
+
+
 def passed_key(options: Options, key: Any) -> dict[str, Any]:
     """The keyword arguments that hand `key` to the loss function, where it takes one.
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat, noise
+from jaxaccum.core import compat, noise
 from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import add, as_float, divide, wide
 from jaxaccum.core.reducers import (
@@ -35,7 +35,7 @@ class Bound:
     """
 
     def __init__(self, options: Options, args: Sequence[Any], given: Given):
-        name, key = options.function, given.key
+        name = options.function
         self.given = given
         self.scale = loss_scaling.checked_scale(name, given.loss_scale)
         self.options, self.args, self.batch = options, args, args[1]
@@ -48,15 +48,7 @@ class Bound:
                 if isinstance(x, jax.Array)
             )
         )
-        checks.key(name, key)
-        if key is not None and self.axes:
-            key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
-        self.key = key
-        if options.accumulator.needs_key and key is None:
-            raise ValueError(
-                f"{name}: the accumulator rounds stochastically and needs `key=`, a PRNG key. Pass "
-                "one to the call, for example `key=jax.random.key(step)`."
-            )
+        self.key = arguments.own_key(options, given.key, self.axes)
         self.segments = cut.segments(
             name, self.batch, options.num_microbatches, options.microbatch_size
         )

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
@@ -60,12 +59,7 @@ class Replay:
         name = options.function
         self.options, self.args, self.batch = options, args, args[1]
         self.axes = devices.axes(name, options.axis_name)
-        checks.key(name, key)
-        if key is None and options.accumulator.needs_key:
-            raise ValueError(
-                f"{name}: the accumulator rounds stochastically and needs `key=`, a PRNG key. Pass "
-                "one to the call, for example `key=jax.random.key(step)`."
-            )
+        key = arguments.own_key(options, key, self.axes)
         self.segments = cut.segments(
             name, self.batch, options.num_microbatches, options.microbatch_size
         )
@@ -78,8 +72,6 @@ class Replay:
         # Gradients stay local only of what is typed as different on each device.
         self.varied = devices.checked(self.axes).union(*map(compat.varying_axes, batch))
         self._split(positions)
-        if key is not None and self.axes:
-            key = jax.random.fold_in(key, lax.axis_index(self.axes))
         self.inputs = _Inputs(self.moving, self.fixed, batch, key, num_real, [])
         self._stage()
 

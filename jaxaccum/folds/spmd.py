@@ -30,10 +30,7 @@ def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
       ValueError: there is no mesh with these axes, or the rows do not divide by the devices.
     """
     function = options.function
-    names = devices.names_of(function, "spmd_axis_name", options.spmd_axis_name)
-    mesh = mesh_of(function, names, args)
-    number = int(np.prod([mesh.shape[name] for name in names]))
-    _check_rows(function, cut.batch_size(function, args[1]), number, names)
+    names, mesh, number = _devices(options, args)
     num_real = call.num_real
     per_device = np.ndim(num_real) == 1
     if per_device and np.shape(num_real) != (number,):
@@ -98,11 +95,7 @@ def combine(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> A
     Raises:
       ValueError: there is no mesh with these axes, or the rows do not divide by the devices.
     """
-    function = options.function
-    names = devices.names_of(function, "spmd_axis_name", options.spmd_axis_name)
-    mesh = mesh_of(function, names, args)
-    number = int(np.prod([mesh.shape[name] for name in names]))
-    _check_rows(function, cut.batch_size(function, args[1]), number, names)
+    names, mesh, _ = _devices(options, args)
     local = dataclasses.replace(options, axis_name=names, spmd_axis_name=None)
     whole = {"args": [a for p, a in enumerate(args) if p != 1], "key": key, "real": num_real}
     # What is not an array cannot enter a `shard_map` and is closed over.
@@ -127,6 +120,15 @@ def combine(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> A
         out_specs=everywhere,
         axis_names=set(names),
     )(given, batch)
+
+
+def _devices(options: Options, args: Sequence[Any]) -> tuple[tuple[str, ...], Any, int]:
+    """The axes, their mesh and how many devices there are, whose number the rows divide by."""
+    names = devices.names_of(options.function, "spmd_axis_name", options.spmd_axis_name)
+    mesh = mesh_of(options.function, names, args)
+    number = int(np.prod([mesh.shape[name] for name in names]))
+    _check_rows(options.function, cut.batch_size(options.function, args[1]), number, names)
+    return names, mesh, number
 
 
 def _check_rows(function: str, rows: int, number: int, names: tuple[str, ...]) -> None:
