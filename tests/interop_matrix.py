@@ -304,6 +304,8 @@ def compare(got, want, kind, *, counters=True):
             np.testing.assert_allclose(
                 np.float64(a), np.float64(b), rtol=32 * eps, atol=8 * eps * scale, err_msg=name
             )
+        elif jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(jax.random.key_data(a), jax.random.key_data(b))
         elif counters:
             np.testing.assert_array_equal(a, b, err_msg=name)
 
