@@ -152,6 +152,9 @@ def test_sam_takes_two_windows_in_turn():
     two, state = train(tx, one, [jnp.float32(1), jnp.float32(3)], state=state)
     assert two == 1 - 2
     assert state.optimizer_step == 2
+    _, state = train(tx, two, [jnp.float32(1)], state=state)
+    updates, state = ja.flush(tx, state, two)  # offers a `value`, which SAM does not take
+    assert (updates, state.optimizer_step) == (0.5, 3)
 
 
 def test_opaque_sam_evaluates_its_gradient_once_per_window():

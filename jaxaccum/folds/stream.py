@@ -166,6 +166,7 @@ def multi_steps(
         **extra_args: Any,
     ) -> tuple[Any, MultiStepsState]:
         check_given(updates, state, loss_scale, flush=flush)
+        asked = frozenset(extra_args)
         axes = devices.axes("multi_steps", axis_name)
         grad_carry, weight_carry, mean_sums = devices.without_device_axis(
             (state.grad_carry, state.weight_carry, state.mean_args), axes
@@ -204,7 +205,14 @@ def multi_steps(
             mean_grads = jax.tree.unflatten(tree, whole)
             named = {**extra_args, **values}
             named |= {name: mean_grads for name in grad_args if name in named}
-            return inner.update(mean_grads, inner_state, params, **named)
+            try:
+                return inner.update(mean_grads, inner_state, params, **named)
+            except TypeError as error:
+                # The window's means are offered; what takes none, as SAM, gets what was asked for.
+                own = {name: value for name, value in named.items() if name in asked}
+                if "unexpected keyword" not in str(error) or own.keys() == named.keys():
+                    raise
+                return inner.update(mean_grads, inner_state, params, **own)
 
         if bare and weight is None and not (skips or flush or axes):
             # Without accumulation the gradients reach the optimizer untouched.
