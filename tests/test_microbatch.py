@@ -130,6 +130,27 @@ def test_devices(route, x64):
     assert deviation(ROUTES[route](w, batch), want) < TOLERANCE["float64"]
 
 
+def test_columns_in_parts_over_another_explicit_axis():
+    """Rows and stacks of outputs whose type says that they lie in parts over a model axis."""
+
+    def columns(w, x):
+        y = jnp.sin(x @ w)
+        return {"rows": ja.Concat(y), "stack": jnp.sum(y, axis=0), "last": ja.Last(y[-1])}
+
+    def loss(out):
+        return jnp.sum(jnp.cumsum(out["rows"], axis=0) ** 2) + jnp.sum(out["last"])
+
+    rng = np.random.default_rng(0)
+    w, x = jnp.asarray(rng.normal(size=(3, 4))), jnp.asarray(rng.normal(size=(24, 3)))
+    want = jax.grad(lambda w: loss({"rows": jnp.sin(x @ w), "last": jnp.sin(x @ w)[-1]}))(w)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))):
+        g = ja.microbatch(columns, num_microbatches=3, spmd_axis_name="data")
+        parts = jax.device_put(w, P(None, "model")), jax.device_put(x, P("data"))
+        assert jax.jit(g)(*parts)["stack"].shape == (12, 4)
+        got = jax.jit(jax.grad(lambda w, x: loss(g(w, x))))(*parts)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_pmap(x64):
     w, batch = problem()
     g = ja.microbatch(outputs, num_microbatches=2, axis_name="data")

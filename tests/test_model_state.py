@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType
@@ -307,3 +308,30 @@ def test_a_dropped_window_leaves_the_state(policy):
     for name in START:
         assert got[name] == START[name]
         assert got[name].dtype == START[name].dtype
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(("policy", "steps"), [("sequential", 3), ("pooled", 1), ("frozen", 0)])
+def test_a_random_key_in_the_state(policy, steps, make):
+    def noisy(w, x, *, model_state):
+        key, own = jax.random.split(model_state["key"])
+        new = {"key": key, "mean": model_state["mean"] + 1}
+        return ja.mean(w * x + jax.random.normal(own, x.shape)), new
+
+    want = make(0)
+    for _ in range(steps):
+        want, _ = jax.random.split(want)
+    start = {"key": make(0), "mean": jnp.float32(0)}
+    init, step = ja.train_step(
+        noisy,
+        optax.sgd(0.1),
+        num_microbatches=3,
+        model_state=policy,
+        skip_nonfinite="window",
+        donate=False,
+    )
+    _, state, _ = step(jnp.float32(1), init(jnp.float32(1), start), jnp.asarray(X))
+    got = state.model_state
+    assert got["key"].dtype == want.dtype
+    np.testing.assert_array_equal(jax.random.key_data(got["key"]), jax.random.key_data(want))
+    assert got["mean"] == steps

@@ -35,7 +35,8 @@ class StateSums:
 
     def read(self) -> Any:
         """The state after the window; the one at its start where nothing was counted."""
-        old, tree = jax.tree.flatten(self.start)
+        start, tree = jax.tree.flatten(self.start)
+        old = [*map(numbers, start)]
         new = [
             divide(total, self.number, empty=0.0) if is_inexact(leaf) else total
             for leaf, total in zip(old, self.totals, strict=True)
@@ -48,7 +49,7 @@ class StateSums:
             new[variance] = stays * old[variance] + (1 - stays) * jnp.maximum(pooled, 0)
         empty = jnp.asarray(self.number) == 0
         kept = [jnp.where(empty, a, b.astype(a.dtype)) for a, b in zip(old, new, strict=True)]
-        return jax.tree.unflatten(tree, kept)
+        return jax.tree.unflatten(tree, map(like, kept, start))
 
     def merge(self, other: "StateSums") -> "StateSums":
         """The state of two windows' micro-batches as one, both from the same start."""
@@ -61,6 +62,22 @@ class StateSums:
         return dataclasses.replace(
             self, totals=totals, squares=squares, number=add(self.number, other.number)
         )
+
+
+def numbers(leaf: jax.Array) -> jax.Array:
+    """A leaf of a state as numbers: the data of a typed PRNG key."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def like(value: jax.Array, leaf: jax.Array) -> jax.Array:
+    """The inverse of `numbers`, for a `leaf` of the same kind."""
+    if not _is_key(leaf):
+        return value
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def statistic(stays: Any, old: Any, new: Any) -> jax.Array:

@@ -161,12 +161,15 @@ def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if not checked(names):
         return lax.all_gather(x, names, tiled=True)
     # The type of a gathered array says that it differs per device; that of a sum does not.
-    whole = jnp.zeros((lax.axis_size(names), *x.shape), x.dtype)
+    shape, spec = (lax.axis_size(names), *x.shape), compat.spec_of(x)
+    # Where `x` lies in parts over an axis that is not of `names`, so does the whole.
+    wider = jax.sharding.PartitionSpec(None, *spec) if any(spec) else None
+    whole = jnp.zeros(shape, x.dtype, out_sharding=wider)
     whole = lax.dynamic_update_index_in_dim(
         vary(whole, compat.varying_axes(x)), x, lax.axis_index(names), axis=0
     )
     whole = widened(lambda part: lax.psum(part, names), whole)
-    return whole.reshape((-1, *x.shape[1:]))
+    return whole.reshape((-1, *x.shape[1:]), out_sharding=spec if any(spec) else None)
 
 
 def own_part(x: jax.Array, names: tuple[str, ...]) -> jax.Array:

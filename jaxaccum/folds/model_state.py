@@ -11,7 +11,7 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
 from jaxaccum.core.reducers import Addition, Latest, Reducer
-from jaxaccum.core.state_sums import StateSums, statistic
+from jaxaccum.core.state_sums import StateSums, like, numbers, statistic
 from jaxaccum.folds import devices
 
 POLICIES = ("sequential", "pooled", "frozen")
@@ -55,7 +55,7 @@ class ModelState:
         self.function, self.policy, self.axes = function, policy, axes
         self.start = jax.tree.map(jnp.asarray, state)
         paths, self.tree = jax.tree_util.tree_flatten_with_path(self.start)
-        self.leaves = [devices.vary(leaf, varied) for _, leaf in paths]
+        self.leaves = [devices.vary(numbers(leaf), varied) for _, leaf in paths]
         self.variances = _pair([path for path, _ in paths]) if policy == "pooled" else ()
         self.stays: dict[int, Any] = {}
 
@@ -73,7 +73,7 @@ class ModelState:
         self, loss_fn: Any, args: Sequence[Any], named: Any, leaves: Sequence[Any], has_aux: bool
     ) -> Any:
         """The loss function's loss, and beside it its auxiliary outputs, new state and count."""
-        state = jax.tree.unflatten(self.tree, leaves)
+        state = self._rebuilt(leaves)
         loss, *others = self._unpack(loss_fn(*args, **named, model_state=state), has_aux)
         return loss, tuple(others)
 
@@ -98,10 +98,14 @@ class ModelState:
         remedy = "Return the state in the structure in which `model_state=` came in."
         checks.same_structure(self.function, "model_state", state, self.start, remedy=remedy)
         leaves = [
-            jnp.asarray(new).astype(old.dtype)
+            numbers(jnp.asarray(new)).astype(old.dtype)
             for new, old in zip(jax.tree.leaves(state), self.leaves, strict=True)
         ]
         return out[0], aux, leaves, count
+
+    def _rebuilt(self, leaves: Sequence[Any]) -> Any:
+        """The state from its flat numbers."""
+        return jax.tree.unflatten(self.tree, map(like, leaves, jax.tree.leaves(self.start)))
 
     def contribution(self, new: Sequence[Any], count: Any) -> list[Any]:
         """What one micro-batch adds: counted values, second moments, its count."""
@@ -137,7 +141,7 @@ class ModelState:
             return self.start
         n = len(self.leaves)
         if self.threads and not self.axes:
-            return jax.tree.unflatten(self.tree, combined)
+            return self._rebuilt(combined)
         pooled = StateSums(
             start=self.start,
             totals=list(combined[:n]),
