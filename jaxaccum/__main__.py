@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -207,6 +208,12 @@ def _load(target: str) -> Callable[[], Any]:
 
 def _step(make: Callable[[], Any], target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The step to audit, its arguments and its keyword arguments."""
+    try:
+        inspect.signature(make).bind()
+    except ValueError:
+        pass  # a function without a signature
+    except TypeError as error:
+        raise _UsageError(f"{target!r} must need no arguments: {error}.") from error
     made = make()
     given: list[Any] = list(made) if isinstance(made, tuple) else []
     fn, args, kwargs = [*given, {}][:3] if len(given) in (2, 3) else (None, None, None)

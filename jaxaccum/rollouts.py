@@ -238,6 +238,9 @@ def group_advantages(
             f"{checks.describe(rewards)}."
         )
     groups = rewards.reshape(-1, size)
+    # Against one of its own rewards first: the mean of equal ones rounds, and dividing what is left
+    # by a deviation that is no more than rounding would make advantages of it.
+    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdims=True)
     if scale:
         advantages = advantages / (groups.std(1, keepdims=True) + epsilon)
@@ -267,6 +270,9 @@ def clipped_loss(
     Returns:
       `[rows, tokens]`; give it to one of the means below.
 
+    Raises:
+      ValueError: the shapes do not fit.
+
     References:
       John Schulman et al., "Proximal Policy Optimization Algorithms", 2017. Qiying Yu et al.,
       "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025 (`clip_high`).
@@ -277,6 +283,14 @@ def clipped_loss(
       >>> print(values)
       [[-1.  -1.2]]
     """
+    shape = jnp.shape(log_probs)
+    rows = shape[:1] if len(shape) == 2 else None
+    if jnp.shape(old_log_probs) != shape or jnp.shape(advantages) != rows:
+        raise ValueError(
+            "clipped_loss: `log_probs` and `old_log_probs` must have one shape [rows, tokens], and "
+            f"`advantages` one number for each row, got {checks.describe(log_probs)}, "
+            f"{checks.describe(old_log_probs)} and {checks.describe(advantages)}."
+        )
     ratio = jnp.exp(log_probs - old_log_probs)
     high = clip if clip_high is None else clip_high
     advantages = advantages[:, None]
@@ -305,6 +319,7 @@ def sequence_mean(values: jax.Array, mask: jax.Array) -> Mean:
       >>> print(sequence_mean(jnp.array([[1.0, 9.0], [2.0, 4.0]]), mask).value)
       2.0
     """
+    _check_mask("sequence_mean", values, mask)
     lengths = mask.sum(1)
     sums = jnp.where(mask, values, jnp.zeros_like(values)).astype(jnp.float32).sum(1)
     return mean(sums / jnp.maximum(lengths, 1), where=lengths > 0)
@@ -330,6 +345,7 @@ def token_mean(values: jax.Array, mask: jax.Array) -> Mean:
       >>> print(token_mean(jnp.array([[1.0, 9.0], [2.0, 6.0]]), mask).value)
       3.0
     """
+    _check_mask("token_mean", values, mask)
     return mean(values, where=mask)
 
 
@@ -355,7 +371,19 @@ def constant_mean(values: jax.Array, mask: jax.Array, *, length: float) -> Mean:
       >>> print(constant_mean(jnp.array([[1.0, 9.0], [2.0, 5.0]]), mask, length=4).value)
       1.0
     """
+    _check_mask("constant_mean", values, mask)
+    if not checks.number("constant_mean", "length", length) > 0:
+        raise ValueError(f"constant_mean: `length` must be positive, got {length!r}.")
     return Mean(mean(values, where=mask).total, mask.any(1).sum() * length)
+
+
+def _check_mask(function: str, values: Any, mask: Any) -> None:
+    if jnp.shape(mask) != jnp.shape(values) or jnp.ndim(mask) != 2 or mask.dtype != bool:
+        raise ValueError(
+            f"{function}: `values` and `mask` must have one shape [rows, tokens], and `mask` must "
+            f"be boolean, got {checks.describe(values)} and {checks.describe(mask)}. Compare or "
+            "broadcast first, for example `mask > 0`."
+        )
 
 
 def version_lag(version: Any, current: Any, real: jax.Array) -> dict[str, Any]:

@@ -732,6 +732,9 @@ EXAMPLE = """
     def bad():
         return 3
 
+    def needs(number):
+        return good()
+
     constant = 3
 """
 
@@ -762,6 +765,7 @@ def test_command(example, capsys, function):
         ("audited_example:missing", "has no 'missing'"),
         ("audited_example:constant", "must be a function"),
         ("audited_example:bad", "must return (fn, args)"),
+        ("audited_example:needs", "must need no arguments"),
     ],
 )
 def test_command_mistakes(example, capsys, target, message):

@@ -391,6 +391,70 @@ def test_what_cannot_be_checked():
     assert not report.ok
 
 
+def test_a_mean_inside_is_seen_in_one_micro_batch_too():
+    batch = jnp.array([1.0, 2.0, 4.0, 9.0])
+    for rows in (3, 4):
+        report = ja.check_equivalence(
+            lambda w, x: ja.Mean(jnp.mean(w * x), 1.0), 1.0, batch[:rows], num_microbatches=1
+        )
+        assert [f.kind for f in report.findings] == ["mean_inside"]
+    with pytest.raises(ValueError, match="at least three"):  # which have no uneven window
+        ja.check_equivalence(lambda w, x: ja.mean(w * x), 1.0, batch[:2], num_microbatches=2)
+
+
+def rolled_labels(params, batch):
+    """Labels as long as the tokens, of which the last has no target."""
+    labels = jnp.roll(batch["tokens"], -1, 1).at[:, -1].set(0)
+    logits = params["embed"][batch["tokens"]] @ params["out"]
+    values = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return ja.Mean(jnp.sum(values * (labels > 0)), jnp.sum(batch["tokens"] > 0))
+
+
+def test_labels_counted_in_the_shape_of_the_targets():
+    assert [f.kind for f in check(rolled_labels).findings] == ["shifted_denominator"]
+
+
+def test_contrast_inside_of_a_row_is_no_causal_shift():
+    views = np.random.default_rng(0).normal(size=(6, 3, 4)).astype(np.float32)
+
+    def loss_fn(w, views):
+        x = views @ w
+        return ja.mean(-jnp.einsum("rii->ri", jax.nn.log_softmax(x @ x.mT)))
+
+    report = ja.check_equivalence(loss_fn, jnp.eye(4, 2), views, num_microbatches=2)
+    assert report.ok, str(report)
+
+
+def test_a_batch_without_a_target_says_so():
+    params, batch = problem()
+    empty = batch | {"tokens": jnp.zeros_like(batch["tokens"])}
+    report = ja.check_equivalence(good, params, empty, num_microbatches=2)
+    assert [f.kind for f in report.findings] == ["nothing_counted"]
+
+
+def test_only_the_term_that_is_bare_is_called_so():
+    def loss_fn(w, x):
+        return {"good": ja.mean(w * x), "bare": jnp.sum(w * x)}
+
+    x = jnp.array([1.0, 2.0, 4.0, 9.0])
+    report = ja.check_equivalence(loss_fn, 1.0, x, num_microbatches=2)
+    assert ["['bare']" in f.message for f in report.findings] == [True]
+
+
+@pytest.mark.parametrize("rtol", [-1, float("nan"), "a", True])
+def test_rtol_is_checked(rtol):
+    with pytest.raises((TypeError, ValueError), match="`rtol` must be"):
+        ja.check_equivalence(lambda w, x: ja.mean(w * x), 1.0, jnp.ones(4), num_microbatches=2,
+                             rtol=rtol)  # fmt: skip
+
+
+def test_has_aux_without_a_pair():
+    report = ja.check_equivalence(
+        lambda w, x: ja.mean(w * x), 1.0, jnp.ones(4), num_microbatches=2, has_aux=True
+    )
+    assert "returns no (loss, aux)" in report.findings[0].message
+
+
 def test_nothing_is_printed(capsys):
     check(good)
     check(bare_mean)

@@ -334,6 +334,23 @@ def test_advice_in_numbers_and_words():
         ja.diagnostics.batch_advice(noise, 0)
 
 
+def test_wrong_types_are_named():
+    tracker, noise = ja.diagnostics.noise_tracker(), ja.NoiseScale(*map(jnp.float32, (1, 1, 1)))
+    for swapped in ((noise, tracker), (tracker, None), (None, noise)):
+        with pytest.raises(TypeError, match="expected a `NoiseTracker` and a `NoiseScale`"):
+            ja.diagnostics.smooth_noise(*swapped)
+    for decay in ("0.9", None, False):
+        with pytest.raises(TypeError, match="`decay` must be a static number"):
+            ja.diagnostics.smooth_noise(tracker, noise, decay=decay)
+    with pytest.raises(TypeError, match="`noise` must be a `NoiseScale`"):
+        ja.diagnostics.batch_advice(tracker, 1)
+    for weight in ("1", None, True):
+        with pytest.raises(TypeError, match="`window_weight` must be a static number"):
+            ja.diagnostics.batch_advice(noise, weight)
+    with pytest.raises(ValueError, match="positive and finite"):
+        ja.diagnostics.batch_advice(noise, float("inf"))
+
+
 def test_refusals():
     params, batch = oracles.problem(1)
     several = ja.accumulate(oracles.terms_loss, num_microbatches=1, noise_scale=True)

@@ -352,11 +352,18 @@ def test_window_report_takes_the_records_noise_scale():
         ({"loss": 1.0}, {}, "must have a `loss` and a `weight`"),
         ({"loss": 1.0, "weight": 1}, {"microbatch_weights": [[1]]}, "one axis"),
         ({"loss": 1.0, "weight": 1}, {"capacity": 0}, "`capacity` must be at least 1"),
+        ({"loss": 1.0, "weight": 9}, {"capacity": 8}, "at least the window's weight, 9"),
     ],
 )
 def test_window_report_refuses(info, options, message):
     with pytest.raises(ValueError, match=message):
         ja.reporting.window_report(info, **options)
+
+
+def test_a_window_with_a_weight_that_is_not_finite_prints():
+    bad = {"loss": np.nan, "weight": np.nan}
+    report = ja.reporting.window_report(bad, microbatch_weights=[np.nan, 3, np.inf], capacity=8)
+    assert "nan" in str(report)
 
 
 def test_picture_of_many_windows(tmp_path):

@@ -84,6 +84,12 @@ def test_advantages_are_relative_to_their_group():
     assert rollouts.group_advantages(np.ones(4), 4).tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("reward", [0.1, -123.456, 1e6 + 0.3])
+@pytest.mark.parametrize("size", [3, 6, 7])
+def test_equal_rewards_give_no_advantage_where_their_mean_rounds(reward, size):
+    assert rollouts.group_advantages([reward] * size, size).tolist() == [0.0] * size
+
+
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 def test_the_clipped_loss_is_flat_where_it_is_clipped(advantage):
     log_ratio = jnp.log(jnp.array([[0.5, 0.9, 1.1, 1.25, 2.0]]))
@@ -163,6 +169,29 @@ def test_refusals():
         )
     with pytest.raises(ValueError, match="whole groups of 4"):
         rollouts.group_advantages(np.ones(6), 4)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 4)])
+def test_the_clipped_loss_takes_one_advantage_for_each_row(shape):
+    values = jnp.zeros((3, 4))
+    with pytest.raises(ValueError, match="`advantages` one number for each row"):
+        rollouts.clipped_loss(values, values, advantages=jnp.ones(shape))
+    with pytest.raises(ValueError, match="`old_log_probs` must have one shape"):
+        rollouts.clipped_loss(values, values[:, :1], advantages=jnp.ones(3))
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_take_a_boolean_mask_of_the_values_shape(name):
+    values, mask = jnp.ones((3, 4)), jnp.ones((3, 4), bool)
+    for wrong in (mask[:, :1], mask[:1], mask[:, :3], mask.astype(jnp.float32)):
+        with pytest.raises(ValueError, match="`values` and `mask` must have one shape"):
+            MEANS[name][0](values, wrong)
+
+
+@pytest.mark.parametrize("length", [0, -1, float("nan"), "8", None, True])
+def test_the_constant_length_is_a_positive_number(length):
+    with pytest.raises((TypeError, ValueError), match="`length` must be"):
+        rollouts.constant_mean(jnp.ones((2, 2)), jnp.ones((2, 2), bool), length=length)
 
 
 def test_the_example_learns_and_does_not_depend_on_the_split(tmp_path):

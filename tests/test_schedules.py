@@ -226,6 +226,16 @@ def test_ramp_by_amounts_changes_at_the_first_step_that_has_seen_them():
     ]  # fmt: skip
 
 
+def test_a_ramp_holds_its_first_value_before_the_start():
+    assert int(ja.schedules.ramp([1, 2, 4], steps=[2, 4])(-1)) == 1
+
+
+@pytest.mark.parametrize("decay", ["0.9", None, True])
+def test_a_decay_is_a_number(decay):
+    with pytest.raises(TypeError, match="`decay` must be a static number"):
+        ja.schedules.half_life(decay, old=1, new=2)
+
+
 def test_ramp_over_an_amount_gives_each_value_the_same_share():
     """From 16 to 64 rows in steps of 16 over 960 examples: 320 each."""
     ramp = ja.schedules.ramp(range(16, 65, 16), over=960)

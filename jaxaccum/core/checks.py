@@ -43,6 +43,19 @@ def integer(
     return number
 
 
+def number(function: str, name: str, value: Any) -> float:
+    """`value` as a Python float; NumPy and JAX numbers are accepted, bools and texts are not."""
+    if not isinstance(value, bool | np.bool_ | str | bytes):
+        try:
+            return float(value)
+        except (TypeError, ValueError):  # of JAX too, for what is traced
+            pass
+    raise TypeError(
+        f"{function}: `{name}` must be a static number, got {describe(value)} of type "
+        f"{type(value).__name__}. Pass a float."
+    )
+
+
 def one_of(function: str, **arguments: Any) -> None:
     """Requires exactly one of the keyword arguments to be other than `None`."""
     given = [name for name, value in arguments.items() if value is not None]
@@ -50,7 +63,7 @@ def one_of(function: str, **arguments: Any) -> None:
         names = " and ".join(f"`{name}`" for name in arguments)
         raise ValueError(
             f"{function}: exactly one of {names} is needed, got "
-            f"{' and '.join(f'`{n}`' for n in given) if given else 'neither'}."
+            f"{' and '.join(f'`{n}`' for n in given) if given else 'none'}."
         )
 
 

@@ -94,8 +94,9 @@ def check_equivalence(
       An `EquivalenceReport`. Nothing is printed, and a faulty loss does not raise.
 
     Raises:
-      TypeError: `loss_fn` is not a function.
-      ValueError: the batch has fewer rows than micro-batches, or than two.
+      TypeError: `loss_fn` is not a function, or `rtol` not a number.
+      ValueError: the batch has fewer rows than micro-batches, or than three, of which no uneven
+        window can be made; `rtol` is negative.
 
     Example:
       >>> import jaxaccum as ja
@@ -110,16 +111,18 @@ def check_equivalence(
       True
     """
     function = "check_equivalence"
+    if rtol is not None and not checks.number(function, "rtol", rtol) >= 0:
+        raise ValueError(f"{function}: `rtol` must be at least 0, got {rtol!r}.")
     if not callable(loss_fn):
         raise TypeError(
             f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
         )
     number = checks.integer(function, "num_microbatches", num_microbatches)
     size = cut.batch_size(function, batch)
-    if size < max(2, number):
+    if size < max(3, number):
         raise ValueError(
-            f"{function}: the batch has {size} rows; at least two and at least `num_microbatches`, "
-            f"{number}, are needed to compare anything."
+            f"{function}: the batch has {size} rows; at least three and at least "
+            f"`num_microbatches`, {number}, are needed to compare anything."
         )
     axes = devices.names_of(function, "axis_name", axis_name)
     probe = Probe(loss_fn, params, batch, args, has_aux=has_aux, axes=axes)
@@ -180,6 +183,9 @@ class _Check:
         if finite is not None and not (windows and full.is_finite()):
             self.findings.append(finite)
             return
+        if not full.weights.any():
+            self.findings.append(faults.NOTHING_COUNTED)
+            return
         for name, parts in windows.items():
             self._compare(name, full, parts)
         numeric = faults.numeric(probe, full, windows, self.tolerance)
@@ -209,7 +215,7 @@ class _Check:
         size, number = len(everything), self.number
         mixed = np.random.default_rng(0).permutation(size)
         even = self._split(everything)
-        rows = len(even[-1]) if len(even[-1]) > 1 else size - 1
+        rows = len(even[-1]) if 1 < len(even[-1]) < size else size - 1
         singles = size - (size - 1) // rows * rows
         starts = [*range(1, singles), *range(singles, size, rows)]
         pieces = {

@@ -44,6 +44,13 @@ UNKNOWN = Finding(
 )
 
 
+NOTHING_COUNTED = Finding(
+    "nothing_counted",
+    "No position of this batch is counted: all weights are zero, and the loss is 0 / 0.",
+    "Check the mask, or take a batch that has something to count.",
+)
+
+
 def raised(error: Exception) -> Finding:
     """The loss function fails on the full batch already."""
     if isinstance(error, jax.errors.UnexpectedTracerError):
@@ -180,7 +187,7 @@ def numeric(
             found.append(_low_precision(name, "bfloat16 or float16"))
             continue
         apart = max(_term_error(full, parts, term) for parts in windows.values())
-        if probe.bare and apart <= tolerance:
+        if probe.bare[term] and apart <= tolerance:
             found.append(_bare(probe, full, everything, term, name))
         if apart <= tolerance:
             continue
@@ -215,7 +222,7 @@ def _cause(
         )
     degree = _degree(probe, full, everything, term)
     grows = float(_doubled(probe, everything).weights[term]) > 1.5 * float(full.weights[term])
-    if probe.bare:
+    if probe.bare[term]:
         return _bare(probe, full, everything, term, name)
     if degree == 0:
         weight = "the number that it counts" if grows else "a constant"
@@ -330,10 +337,9 @@ def shifted(probe: Probe, staged: compat.Staged, rows: Any) -> Finding | None:
     shapes = [None] * 2 * number if probe.axes else summed_shapes(staged)
     for term, name in enumerate(probe.terms):
         total, weight = shapes[term], shapes[number + term]
-        if total is not None and weight is not None and len(total) == len(weight):
-            if _one_longer(total, weight):
-                return _shift(name, f"it sums {list(total)} values and counts {list(weight)}")
-        elif _counts_lonely_tokens(probe, rows, term):
+        if total is not None and weight is not None and _one_longer(total, weight):
+            return _shift(name, f"it sums {list(total)} values and counts {list(weight)}")
+        if _counts_lonely_tokens(probe, rows, term):
             return _shift(name, "a sequence of one token has no target but is counted")
     return None
 
@@ -347,12 +353,16 @@ def _shift(name: str, why: str) -> Finding:
 
 
 def _one_longer(total: Any, weight: Any) -> bool:
+    if len(total) != len(weight):
+        return False
     return sorted(w - t for t, w in zip(total, weight, strict=True)) == [0] * (len(total) - 1) + [1]
 
 
 def _counts_lonely_tokens(probe: Probe, rows: Any, term: int) -> bool:
     """Cuts every sequence to one token; a causal loss then has nothing to count."""
-    lengths = [x.shape[1] for x in jax.tree.leaves(rows) if x.ndim > 1]
+    # Tokens and labels are integers; what else stands side by side in a row need not be in time.
+    leaves = [x for x in jax.tree.leaves(rows) if jnp.issubdtype(x.dtype, jnp.integer)]
+    lengths = [x.shape[1] for x in leaves if x.ndim > 1]
     length = max(set(lengths), key=lengths.count, default=0)
     if length < 3:
         return False

@@ -144,6 +144,7 @@ def smooth_noise(tracker: NoiseTracker, noise: NoiseScale, *, decay: float = 0.9
       weight) leaves it as it was.
 
     Raises:
+      TypeError: an argument is of another type.
       ValueError: `decay` is not in [0, 1).
 
     Example:
@@ -154,7 +155,13 @@ def smooth_noise(tracker: NoiseTracker, noise: NoiseScale, *, decay: float = 0.9
       >>> print(f"{tracker.noise_scale.trace:.3f} {tracker.noise_scale.value:.1f}")
       5.143 9.0
     """
-    if not 0 <= decay < 1:
+    if not (isinstance(tracker, NoiseTracker) and isinstance(noise, NoiseScale)):
+        raise TypeError(
+            "smooth_noise: expected a `NoiseTracker` and a `NoiseScale`, got "
+            f"{checks.describe(tracker)} and {checks.describe(noise)}. `noise_tracker` makes the "
+            "first, `ja.noise_scale` the second."
+        )
+    if not 0 <= checks.number("smooth_noise", "decay", decay) < 1:
         raise ValueError(f"smooth_noise: `decay` must be in [0, 1), got {decay!r}.")
     good = jnp.isfinite(noise.trace) & jnp.isfinite(noise.grad_sq_norm)
     news = (noise.trace, noise.grad_sq_norm, jnp.ones(()))
@@ -233,7 +240,8 @@ def batch_advice(
       or not finite.
 
     Raises:
-      ValueError: `window_weight` is not positive.
+      TypeError: an argument is of another type.
+      ValueError: `window_weight` is not positive and finite.
 
     References:
       Sam McCandlish, Jared Kaplan, Dario Amodei and the OpenAI Dota team, "An Empirical Model of
@@ -245,9 +253,16 @@ def batch_advice(
       >>> print(advice.steps_factor, advice.data_factor, advice.critical_num_microbatches)
       5.0 1.25 8
     """
-    weight = float(window_weight)
-    if not weight > 0:
-        raise ValueError(f"batch_advice: `window_weight` must be positive, got {window_weight!r}.")
+    if not isinstance(noise, NoiseScale):
+        raise TypeError(
+            f"batch_advice: `noise` must be a `NoiseScale`, got {checks.describe(noise)}. "
+            "`ja.noise_scale` makes one, a tracker's `noise_scale` is one."
+        )
+    weight = checks.number("batch_advice", "window_weight", window_weight)
+    if not 0 < weight < float("inf"):
+        raise ValueError(
+            f"batch_advice: `window_weight` must be positive and finite, got {window_weight!r}."
+        )
     critical = float(noise.value)
     known = 0 < critical < float("inf")
     number, wanted = None, None

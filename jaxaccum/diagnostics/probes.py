@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import compat
-from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.checks import describe, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import is_marked
 
@@ -84,7 +84,7 @@ class Probe:
         ]
         self.rows = int(np.shape(jax.tree.leaves(batch)[0])[0])
         self.terms: list[str] = []
-        self.bare = False
+        self.bare: list[bool] = []  # for each term, whether it is no `Mean`
         self._jitted = jax.jit(self._evaluate)
 
     def take(self, index: Sequence[int] | np.ndarray) -> Any:
@@ -105,11 +105,13 @@ class Probe:
         supply = iter(moving)
         leaves = [next(supply) if is_inexact(x) else x for x in self.leaves]
         out = self.loss_fn(jax.tree.unflatten(self.tree, leaves), rows, *self.args, **self.named)
+        if self.has_aux and not (type(out) is tuple and len(out) == 2):
+            raise TypeError(f"`has_aux` is set, but it returns no (loss, aux), but {describe(out)}")
         loss = out[0] if self.has_aux else out
         pairs = jax.tree_util.tree_leaves_with_path(loss, is_leaf=is_marked)
         self.terms = [jax.tree_util.keystr(path) for path, _ in pairs]
         means = [m if isinstance(m, Mean) else Mean(m, np.float32(1)) for _, m in pairs]
-        self.bare = any(not isinstance(m, Mean) for _, m in pairs)
+        self.bare = [not isinstance(m, Mean) for _, m in pairs]
         return [jnp.asarray(m.total) for m in means], [jnp.asarray(m.weight) for m in means]
 
     def _evaluate(self, moving: list[Any], rows: Any) -> Any:

@@ -1,6 +1,7 @@
 """One window in words, and many of them in a picture."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ class WindowReport:
             )
         largest = max(self.microbatch_weights, default=0)
         for number, weight in enumerate(self.microbatch_weights):
-            bar = "#" * round(_BAR * weight / largest) if largest else ""
+            share = weight / largest if largest else 0.0  # nan where a weight is not finite
+            bar = "#" * round(_BAR * share) if math.isfinite(share) else ""
             lines.append(f"  {number:>4}  {number_text(weight):>7}  {bar}".rstrip())
         return "\n".join(lines)
 
@@ -101,7 +103,8 @@ def window_report(
 
     Raises:
       TypeError: the record holds traced values, or `capacity` is not an integer.
-      ValueError: the record has no loss or no weight, or `microbatch_weights` has not one axis.
+      ValueError: the record has no loss or no weight, `microbatch_weights` has not one axis, or
+        `capacity` is less than the weight.
 
     Example:
       >>> report = window_report(
@@ -135,10 +138,17 @@ def window_report(
     found = numbers | scalars({name: v for name, v in given.items() if v is not None})
     noise = found.get("noise_scale/value", found.get("noise_scale"))
     step, updated = numbers.get("optimizer_step"), numbers.get("updated")
+    weight = float(max(weights))
+    if capacity is not None and capacity < weight:
+        raise ValueError(
+            f"window_report: `capacity` must be at least the window's weight, {weight:g}, got "
+            f"{capacity}. Pass all positions, padding included; leave it out where the weight is "
+            "no count of positions."
+        )
     return WindowReport(
         optimizer_step=None if step is None else int(step),
         loss=float(numbers["loss"]),
-        weight=float(max(weights)),
+        weight=weight,
         num_microbatches=int(numbers.get("num_microbatches", len(parts))),
         num_skipped=int(numbers.get("num_skipped", 0)),
         updated=None if updated is None else bool(updated),

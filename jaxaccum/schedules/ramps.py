@@ -41,7 +41,8 @@ class Ramp:
     def segment(self, optimizer_step: Any) -> jax.Array:
         """Which of the values holds at an optimizer step."""
         starts = jnp.asarray(self.starts, jnp.int32)
-        return jnp.searchsorted(starts, jnp.asarray(optimizer_step, jnp.int32), side="right") - 1
+        found = jnp.searchsorted(starts, jnp.asarray(optimizer_step, jnp.int32), side="right") - 1
+        return jnp.maximum(found, 0)  # before the start, as at the start
 
     def totals(self) -> list[int]:
         """What all steps before each of `starts` add up to."""

@@ -158,9 +158,10 @@ def half_life(decay: float, *, old: int, new: Any) -> Any:
 
 
 def _decay(function: str, name: str, value: Any) -> float:
-    if not 0 <= value < 1:
+    number = checks.number(function, name, value)
+    if not 0 <= number < 1:
         raise ValueError(f"{function}: `{name}` must be in [0, 1), got {value}.")
-    return float(value)
+    return number
 
 
 def _scaled(function: str, learning_rate: Any, old: Any, new: Any, power: float) -> Any:
