@@ -125,9 +125,10 @@ class Checkpoints:
         position = self.latest if micro_batches is None else micro_batches
         kept = list(self._manager.all_steps())
         if position is None or position not in kept:
+            sought = "" if position is None else f" at micro-batch {position}"
             raise FileNotFoundError(
-                f"restore: there is no checkpoint at micro-batch {position} in "
-                f"{self._manager.directory}, only {kept}. Ask `checkpoints.latest` first."
+                f"restore: there is no checkpoint{sought} in {self._manager.directory}, only "
+                f"{kept}. Ask `checkpoints.latest` first."
             )
         args = ocp.args.Composite(notes=ocp.args.JsonRestore())
         notes = self._manager.restore(position, args=args).notes

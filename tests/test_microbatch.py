@@ -403,3 +403,16 @@ class TestRefusals:
             ja.microbatch(fn, num_microbatches=2, axis_name="data")(1.0, jnp.ones(4))
         with pytest.raises(TypeError, match=r"microbatch: `outputs.*must be an array"):
             ja.microbatch(lambda w, x: "text", num_microbatches=2)(1.0, jnp.ones(4))
+
+    @pytest.mark.parametrize("odd", [ja.Max, lambda x: ja.Sum(x[None])], ids=["mark", "shape"])
+    def test_outputs_that_depend_on_the_size(self, odd):
+        fn = lambda w, x: (ja.Sum if x.shape[0] == 2 else odd)(w * jnp.sum(x))  # noqa: E731
+        with pytest.raises(ValueError, match=r"^microbatch: .* for another"):
+            ja.microbatch(fn, num_microbatches=2)(1.0, jnp.ones(5))
+
+
+def test_strict_promotion_with_64_bit_types(x64):
+    w, batch = problem("float32")
+    g = ja.microbatch(outputs, num_microbatches=5)
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.grad(lambda w: g(w, batch)["sum"])(w).dtype == jnp.float32

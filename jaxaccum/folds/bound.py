@@ -217,7 +217,7 @@ class Bound:
         All micro-batches are tried first; only if one was bad, on any device, the fold runs once
         more over those that were kept.
         """
-        kept = jnp.arange(self.num_microbatches) < self._num_run()
+        kept = jnp.arange(self.num_microbatches, dtype=jnp.int32) < self._num_run()
         kept = devices.vary(kept, self.varied)
 
         def attempt(kept: jax.Array) -> Any:
@@ -396,4 +396,5 @@ class Bound:
             num_real=self.num_real,
             unroll=self.options.unroll,
             thread=thread,
+            function=self.options.function,
         )

@@ -40,7 +40,8 @@ def spread(
       `f(index, rows)` to the cotangents for micro-batch `index`, and the leaves whose rows the
       fold must cut for it: cotangents of concatenated outputs.
     """
-    ran = jnp.arange(number) < number_run
+    numbers = jnp.arange(number, dtype=jnp.int32)
+    ran = numbers < number_run
     stored = iter(extremes)
     whole: list[tuple[str, Any]] = []
     ct_rows = []
@@ -57,7 +58,7 @@ def spread(
             whole.append(("stack", devices.own_part(ct, axes)))
         elif isinstance(reducer, Latest):
             last = devices.is_last(number_run > 0, axes) & (number_run > 0)
-            here = jnp.arange(number) == number_run - 1
+            here = numbers == number_run - 1
             whole.append(("stack", _where(here & last, ct)))
         elif own is not None:
             ties = jax.vmap(lambda x, r, out=out: (x == out) & r)(own, ran)

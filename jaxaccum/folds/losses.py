@@ -143,13 +143,22 @@ def check_rows(function: str, name: str, outputs: Any, rows: int) -> None:
 
 def check_same_outputs(function: str, loss: Loss, other: Loss) -> None:
     """Requires micro-batches of different size to return the same terms, marks and structure."""
-    for name, a, b in (("loss", loss.terms, other.terms), ("aux", loss.aux_tree, other.aux_tree)):
-        if not checks.same_structures(a, b):
-            raise ValueError(
-                f"{function}: `{name}` must have the same structure for every micro-batch, but it "
-                f"is {a} for one size of micro-batch and {b} for another. Return the same terms "
-                "and marks, or let the batch divide evenly."
-            )
+    _check_same(function, "loss", loss.terms, other.terms)
+    _check_same(function, "aux", loss.aux_tree, other.aux_tree)
+
+
+def check_same_marks(function: str, outputs: Any, other: Any) -> None:
+    """Requires the outputs for micro-batches of different size to have the same marks."""
+    _check_same(function, "outputs", jax.tree.structure(outputs), jax.tree.structure(other))
+
+
+def _check_same(function: str, name: str, a: Any, b: Any) -> None:
+    if not checks.same_structures(a, b):
+        raise ValueError(
+            f"{function}: `{name}` must have the same structure for every micro-batch, but it "
+            f"is {a} for one size of micro-batch and {b} for another. Return the same terms "
+            "and marks, or let the batch divide evenly."
+        )
 
 
 def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:

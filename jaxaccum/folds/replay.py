@@ -20,7 +20,7 @@ from jaxaccum.core.reducers import (
 from jaxaccum.folds import arguments, cut, devices
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.cotangents import spread
-from jaxaccum.folds.losses import check_rows
+from jaxaccum.folds.losses import check_rows, check_same_marks
 from jaxaccum.folds.scan import Outcome, fold
 
 
@@ -101,6 +101,8 @@ class Replay:
             flat = self._flat(self.inputs, jnp.int32(0), self._first_rows(segment))
             program = compat.stage(self._call, *flat)
             check_rows(self.options.function, "outputs", program.out_shape, segment.rows)
+            for other in self.programs.values():
+                check_same_marks(self.options.function, program.out_shape, other.out_shape)
             self.programs[segment.rows] = program
             self.used[segment.rows] = [self._const(c) for c in program.closed.consts]
         self.out_shape = program.out_shape
@@ -229,6 +231,7 @@ class Replay:
             reducers_fn,
             num_real=inputs.num_real,
             unroll=self.options.unroll,
+            function=self.options.function,
         )
 
     # Backward.

@@ -37,6 +37,7 @@ def fold(
     num_real: Any = None,
     unroll: int | bool = 1,
     thread: Sequence[jax.Array] | None = None,
+    function: str = "accumulate",
 ) -> Any:
     """Runs `micro_fn(index, rows)` on every micro-batch and combines its values.
 
@@ -53,6 +54,7 @@ def fold(
       unroll: as in `jax.lax.scan`.
       thread: arrays that `micro_fn` receives as a third argument, each micro-batch those that the
         one before it returned as `Outcome.thread`.
+      function: the public function's name, for messages.
 
     Returns:
       The tree of values, with carries in place of the leaves that are carried; with `thread` a
@@ -74,7 +76,7 @@ def fold(
         staged = compat.stage(run, (jnp.int32(0), jnp.int32(0)), threads, *leaves)
         reducers = jax.tree.leaves(reducers_fn(staged.out_shape.values))
         if shapes is not None:
-            _check_alike(shapes, staged.out_shape.values, reducers)
+            _check_alike(function, shapes, staged.out_shape.values, reducers)
         shapes = staged.out_shape.values
         guarded = staged.out_shape.keep is not None
         keyed = staged.out_shape.key is not None
@@ -96,11 +98,11 @@ def fold(
     return combined if thread is None else (combined, threads)
 
 
-def _check_alike(first: Any, second: Any, reducers: Sequence[Reducer]) -> None:
+def _check_alike(function: str, first: Any, second: Any, reducers: Sequence[Reducer]) -> None:
     """Micro-batches of different size must agree in all that is not per example."""
     if not checks.same_tree(first, second):
         raise ValueError(
-            "accumulate: the outputs of the loss function have the structure "
+            f"{function}: the outputs have the structure "
             f"{jax.tree.structure(first)} for one micro-batch size and "
             f"{jax.tree.structure(second)} for another. Return the same structure for both."
         )
@@ -114,7 +116,7 @@ def _check_alike(first: Any, second: Any, reducers: Sequence[Reducer]) -> None:
             alike = a.shape == b.shape and a.dtype == b.dtype
         if not alike:
             raise ValueError(
-                f"accumulate: output {jax.tree_util.keystr(path)} is {checks.describe(a)} for one "
+                f"{function}: output {jax.tree_util.keystr(path)} is {checks.describe(a)} for one "
                 f"micro-batch size and {checks.describe(b)} for another, so it cannot be combined. "
                 "Wrap per-example outputs in `ja.Concat`, sums in `ja.Sum`, or let the batch "
                 "divide evenly."
