@@ -335,3 +335,23 @@ def test_a_random_key_in_the_state(policy, steps, make):
     assert got["key"].dtype == want.dtype
     np.testing.assert_array_equal(jax.random.key_data(got["key"]), jax.random.key_data(want))
     assert got["mean"] == steps
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_data_far_from_the_old_mean_keep_their_variance(offset, devices):
+    x = (np.random.default_rng(5).normal(size=64) + offset).astype(np.float32)
+    start = {"count": jnp.int32(0), "mean": jnp.float32(0), "var": jnp.float32(1)}
+    if devices == 1:
+        got = window("pooled", only(x), x=x, start=start, num_microbatches=4)
+    else:
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(mesh):
+            got = window(
+                "pooled", only(x), x=x, start=start, num_microbatches=4, spmd_axis_name="data"
+            )
+    np.testing.assert_allclose(got["mean"], np.mean(x, dtype=np.float64), rtol=1e-6)
+    # Each micro-batch's float32 mean is rounded by half an eps of the offset, and the distances
+    # between the means, which are below one, by as much.
+    rtol = 2e-6 + np.finfo(np.float32).eps * offset
+    np.testing.assert_allclose(got["var"], np.var(x, dtype=np.float64), rtol=rtol)

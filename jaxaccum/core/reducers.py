@@ -83,6 +83,26 @@ class Addition(Reducer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Moments(Reducer):
+    """Pools counts, means and sums of squares about the mean, `[3, ...]`; float32 or wider.
+
+    Means and squares are never subtracted from each other, so that data far from zero keep their
+    variance (Tony Chan, Gene Golub, Randall LeVeque, "Updating Formulae and a Pairwise Algorithm
+    for Computing Sample Variances", 1979).
+    """
+
+    def empty(self, aval: Any) -> jax.Array:
+        return compat.filled(aval, aval.dtype)
+
+    def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        number = add(a[0], b[0])
+        share = jnp.where(number == 0, jnp.zeros_like(number), b[0] / jnp.maximum(number, 1e-30))
+        distance = b[1] - a[1]
+        squares = add(add(a[2], b[2]), distance**2 * a[0] * share)
+        return jnp.stack([number, add(a[1], distance * share), squares])
+
+
+@dataclasses.dataclass(frozen=True)
 class Maximum(Reducer):
     """Keeps the elementwise largest value; a nan stays."""
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxaccum.core import compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import add, divide, wide
+from jaxaccum.core.reducers import Moments
 
 
 @jax.tree_util.register_dataclass
@@ -20,7 +21,8 @@ class StateSums:
       start: the state at the window's start.
       totals: for each leaf the sum of the micro-batches' new values, each times its count, or the
         last new value of a leaf that is not a floating number.
-      squares: for each variance the sum of the counts times the second moment about the old mean.
+      moments: for each variance the count, the mean and the sum of squares about the mean of what
+        the micro-batches held, `[3, ...]`.
       decays: for each mean beside a variance and each variance, how much of the old value stays.
       number: the summed counts; float32.
       variances: static; the position of each variance among the leaves, with that of its mean.
@@ -28,7 +30,7 @@ class StateSums:
 
     start: Any
     totals: list[Any]
-    squares: list[Any]
+    moments: list[Any]
     decays: dict[int, Any]
     number: Any
     variances: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
@@ -41,12 +43,10 @@ class StateSums:
             divide(total, self.number, empty=0.0) if is_inexact(leaf) else total
             for leaf, total in zip(old, self.totals, strict=True)
         ]
-        for (variance, mean), square in zip(self.variances, self.squares, strict=True):
-            center = jnp.asarray(old[mean], new[mean].dtype)
-            distance = statistic(self.decays[mean], center, new[mean]) - center
-            pooled = divide(square, self.number, empty=0.0) - distance**2
+        for (variance, _), moments in zip(self.variances, self.moments, strict=True):
+            pooled = divide(moments[2], moments[0], empty=0.0)
             stays = self.decays[variance]
-            new[variance] = stays * old[variance] + (1 - stays) * jnp.maximum(pooled, 0)
+            new[variance] = stays * old[variance] + (1 - stays) * pooled
         empty = jnp.asarray(self.number) == 0
         kept = [jnp.where(empty, a, b.astype(a.dtype)) for a, b in zip(old, new, strict=True)]
         return jax.tree.unflatten(tree, map(like, kept, start))
@@ -58,9 +58,9 @@ class StateSums:
             add(a, b) if is_inexact(leaf) else b
             for leaf, a, b in zip(leaves, self.totals, other.totals, strict=True)
         ]
-        squares = [add(a, b) for a, b in zip(self.squares, other.squares, strict=True)]
+        moments = map(Moments().merge, self.moments, other.moments)
         return dataclasses.replace(
-            self, totals=totals, squares=squares, number=add(self.number, other.number)
+            self, totals=totals, moments=list(moments), number=add(self.number, other.number)
         )
 
 

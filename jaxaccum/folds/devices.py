@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import as_float, kept_sum
-from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Reducer
+from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Moments, Reducer
 from jaxaccum.folds import shards
 
 _COLLECTIVES = {
@@ -139,6 +139,12 @@ def reduce(
     for kind, collective in ((Maximum, lax.pmax), (Minimum, lax.pmin)):
         for i in of(kind):
             out[i] = widened(lambda x, c=collective: c(x, names), carries[i])
+    for i in of(Moments):
+        number, mean, squares = carries[i]
+        every = lax.psum(number, names)
+        center = lax.psum(number * mean, names) / jnp.maximum(every, 1e-30)
+        distance = mean - vary(center, compat.varying_axes(mean))
+        out[i] = jnp.stack([every, center, lax.psum(squares + number * distance**2, names)])
     if of(Latest):
         last = is_last(holds, names)
         for i in of(Latest):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
-from jaxaccum.core.reducers import Addition, Latest, Reducer
+from jaxaccum.core.reducers import Addition, Latest, Moments, Reducer
 from jaxaccum.core.state_sums import StateSums, like, numbers, statistic
 from jaxaccum.folds import devices
 
@@ -108,16 +108,19 @@ class ModelState:
         return jax.tree.unflatten(self.tree, map(like, leaves, jax.tree.leaves(self.start)))
 
     def contribution(self, new: Sequence[Any], count: Any) -> list[Any]:
-        """What one micro-batch adds: counted values, second moments, its count."""
+        """What one micro-batch adds: counted values, moments of what it held, its count."""
         number = jnp.asarray(count, jnp.float32)
         totals = [_times(number, x) if is_inexact(x) else x for x in new]
-        squares = []
+        moments = []
         for variance, mean in self.variances:
-            center = self.leaves[mean]
+            center = statistic(self.stays[mean], self.leaves[mean], new[mean])
             spread = statistic(self.stays[variance], self.leaves[variance], new[variance])
-            distance = statistic(self.stays[mean], center, new[mean]) - center
-            squares.append(_times(number, spread + distance**2))
-        return [*totals, *squares, number]
+            parts = [jnp.ones_like(center), center, spread]
+            # Statistics of nothing are nan; the mean is the only one that is not a sum.
+            parts = [jnp.where(number == 0, jnp.zeros_like(x), x) for x in parts]
+            counts = number.astype(center.dtype)
+            moments.append(jnp.stack([counts * parts[0], parts[1], counts * parts[2]]))
+        return [*totals, *moments, number]
 
     def of_device(self, last: Sequence[Any], number: Any) -> list[Any]:
         """What a device adds whose micro-batches have updated the state one after the other."""
@@ -133,7 +136,7 @@ class ModelState:
         if self.threads and not self.axes:
             return [Latest() for _ in self.leaves]
         totals = [Addition() if is_inexact(x) else Latest() for x in self.leaves]
-        return [*totals, *[Addition()] * (len(self.variances) + 1)]
+        return [*totals, *[Moments()] * len(self.variances), Addition()]
 
     def sums(self, combined: Any) -> Any:
         """The state after the window; for the policy "pooled" its undivided sums."""
@@ -145,7 +148,7 @@ class ModelState:
         pooled = StateSums(
             start=self.start,
             totals=list(combined[:n]),
-            squares=list(combined[n:-1]),
+            moments=list(combined[n:-1]),
             decays=self.stays,
             number=combined[-1],
             variances=self.variances,
@@ -159,7 +162,7 @@ class ModelState:
         return dataclasses.replace(
             sums,
             totals=jax.tree.map(jnp.zeros_like, sums.totals),
-            squares=jax.tree.map(jnp.zeros_like, sums.squares),
+            moments=jax.tree.map(jnp.zeros_like, sums.moments),
             number=jnp.zeros_like(sums.number),
         )
 
