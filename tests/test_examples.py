@@ -47,6 +47,7 @@ def test_streaming(tmp_path):
     assert last < 0.1 * first
 
 
+@pytest.mark.slow  # `.ci/run` runs each of them by itself
 @pytest.mark.parametrize(
     ("name", "needs", "claim"),
     [
@@ -82,7 +83,10 @@ def distances(output: str, name: str) -> list[float]:
     return [float(number) for number in line.split()[-2:]]
 
 
-@pytest.mark.parametrize("options", [[], ["--packed", "--steps", "2", "--compare-steps", "4"]])
+PACKED = ["--packed", "--steps", "2", "--compare-steps", "4"]
+
+
+@pytest.mark.parametrize("options", [[], pytest.param(PACKED, marks=pytest.mark.slow)])
 def test_train_lm(tmp_path, options):
     image_module = pytest.importorskip("matplotlib.image")
     pytest.importorskip("flax")
@@ -100,6 +104,7 @@ def test_train_lm(tmp_path, options):
     assert list(tmp_path.iterdir()) == [picture]
 
 
+@pytest.mark.slow  # `.ci/run` runs it by itself
 def test_batch_norm(tmp_path):
     pytest.importorskip("sklearn")
     output = run("batch_norm.py", "--quick", cwd=tmp_path)

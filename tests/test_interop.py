@@ -30,8 +30,19 @@ def assert_close(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-@pytest.mark.parametrize("at", [0, 2, 4, 7])
+@pytest.mark.parametrize(
+    ("inner", "at"),
+    [
+        pytest.param(
+            INNER[name],
+            at,
+            id=f"{name}-{at}",
+            marks=[pytest.mark.slow] if name == "adamw" and at != 2 else [],
+        )
+        for name in INNER
+        for at in (0, 2, 4, 7)
+    ],
+)
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 def test_optax_state_continues_where_it_was(inner, at, mean):
     theirs = optax.MultiSteps(inner(), 4, use_grad_mean=mean)
