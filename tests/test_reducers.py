@@ -207,7 +207,7 @@ def test_outputs_of_different_structure_are_refused():
         return ja.mean(w * x), {"a": x[0]} if len(x) == 2 else [x[0]]
 
     f = ja.value_and_grad(loss_fn, microbatch_size=2, has_aux=True)
-    with pytest.raises(ValueError, match=r"structure.*micro-batch size"):
+    with pytest.raises(ValueError, match=r"structure.*size of micro-batch"):
         f(jnp.float32(1), jnp.ones(5))
 
 
