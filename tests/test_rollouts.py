@@ -194,6 +194,7 @@ def test_the_constant_length_is_a_positive_number(length):
         rollouts.constant_mean(jnp.ones((2, 2)), jnp.ones((2, 2), bool), length=length)
 
 
+@pytest.mark.slow  # `.ci/run` runs it by itself
 def test_the_example_learns_and_does_not_depend_on_the_split(tmp_path):
     pytest.importorskip("tqdm")
     output = run("grpo.py", "--quick", cwd=tmp_path)

@@ -270,7 +270,11 @@ MODES = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    # Every test of this suite runs under rank promotion as it is.
+    [pytest.param(m, marks=[pytest.mark.slow] if m == "rank promotion" else []) for m in MODES],
+)
 @pytest.mark.parametrize("route", ROUTES)
 def test_strict_modes(route, mode, dtype):
     if mode == "dtype promotion" and dtype == "bfloat16" and route == "stream":

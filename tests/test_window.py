@@ -876,7 +876,7 @@ FACTORIES = {
 @pytest.mark.parametrize(
     ("cut", "exception", "message"),
     [
-        ({}, ValueError, "exactly one of .*num_microbatches.*microbatch_size.*neither"),
+        ({}, ValueError, "exactly one of .*num_microbatches.*microbatch_size.*none"),
         ({"num_microbatches": 2, "microbatch_size": 2}, ValueError, "exactly one of"),
         ({"num_microbatches": 0}, ValueError, "`num_microbatches` must be at least 1, got 0"),
         ({"num_microbatches": -1}, ValueError, "`num_microbatches` must be at least 1, got -1"),
