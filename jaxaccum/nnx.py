@@ -119,27 +119,23 @@ def _window_key(streams: Any) -> Any:
 
 
 def _keys(streams: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(streams) if _is_key(x)]
+    return [x for x in jax.tree.leaves(streams) if checks.is_key(x)]
 
 
 def _counts(streams: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(streams) if not _is_key(x)]
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [x for x in jax.tree.leaves(streams) if not checks.is_key(x)]
 
 
 def _reseeded(streams: Any, key: Any) -> Any:
     """The streams of one micro-batch, each of its own key."""
     bits = jax.random.bits(key, dtype=jnp.uint32)
-    return jax.tree.map(lambda x: jax.random.fold_in(x, bits) if _is_key(x) else x, streams)
+    return jax.tree.map(lambda x: jax.random.fold_in(x, bits) if checks.is_key(x) else x, streams)
 
 
 def _advanced(streams: Any, counts: list[Any]) -> Any:
     """The streams after the window: their keys stay, they have counted what was drawn."""
     supply = iter(counts)
-    return jax.tree.map(lambda x: x if _is_key(x) else jnp.maximum(x, next(supply)), streams)
+    return jax.tree.map(lambda x: x if checks.is_key(x) else jnp.maximum(x, next(supply)), streams)
 
 
 def _check_unchanged(held: dict[Any, Any], after: Any) -> None:

@@ -166,13 +166,9 @@ def _tree(run: Run) -> dict[str, Any]:
     return {"params": run.params, "state": run.state, "key": run.key}
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
-
-
 def _data(leaf: Any) -> Any:
     """A leaf as an array that can be written."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+    return jax.random.key_data(leaf) if checks.is_key(leaf) else jnp.asarray(leaf)
 
 
 def _entry(path: Any, leaf: Any) -> dict[str, Any]:
@@ -182,7 +178,7 @@ def _entry(path: Any, leaf: Any) -> dict[str, Any]:
         "path": jax.tree_util.keystr(path),
         "shape": list(data.shape),
         "dtype": str(data.dtype),
-        "key": str(jax.random.key_impl(leaf)) if _is_key(leaf) else None,
+        "key": str(jax.random.key_impl(leaf)) if checks.is_key(leaf) else None,
         "type": checks.describe(leaf) if hasattr(leaf, "dtype") else checks.describe(data),
     }
 
@@ -248,5 +244,5 @@ def _onto(node: Any, like: Any) -> Any:
 
 def _place(leaf: Any, alike: bool) -> Any:
     """Where a leaf goes: as in `like`, or on one device where it is to be folded."""
-    sharding = getattr(leaf, "sharding", None) if alike and not _is_key(leaf) else None
+    sharding = getattr(leaf, "sharding", None) if alike and not checks.is_key(leaf) else None
     return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -118,14 +118,20 @@ def argnums(function: str, value: int | Sequence[int], number: int) -> tuple[int
 def key(function: str, value: Any) -> None:
     """Requires one PRNG key, typed or raw, or `None`."""
     dtype, shape = getattr(value, "dtype", None), np.shape(value)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if value is None or (typed and shape == ()) or (dtype == jnp.uint32 and len(shape) == 1):
+    raw = dtype == jnp.uint32 and len(shape) == 1
+    if value is None or (is_key(value) and shape == ()) or raw:
         return
     raise TypeError(
         f"{function}: `key` must be one PRNG key, got {describe(value)}. Pass "
         "`jax.random.key(seed)`; keys for each example belong into the batch, see "
         "`ja.example_keys`."
     )
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is an array of typed PRNG keys."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def arrays(

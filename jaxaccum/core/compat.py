@@ -225,18 +225,6 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) 
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def without_stop_gradient(staged: Staged) -> Staged:
-    """The same program on flat inputs, to a flat list, with derivatives that nothing stops."""
-
-    def outputs(*flat: Any) -> list[Any]:
-        return _evaluate(open_jaxpr(staged.closed), staged.closed.consts, flat, _STOPS)
-
-    return stage(outputs, *staged.closed.in_avals)
-
-
-_STOPS = frozenset({"stop_gradient"})
-
-
 def _evaluate(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], passed: frozenset[str] = frozenset()
 ) -> list[Any]:
@@ -337,10 +325,15 @@ def promote(*dtypes: Any) -> Any:
         return jnp.result_type(*dtypes)
 
 
-def inlined(staged: Staged) -> Staged:
-    """The same program with its inner jits and custom derivatives written out."""
+def inlined(staged: Staged, *, passed: frozenset[str] = frozenset()) -> Staged:
+    """The same program with its inner jits and custom derivatives written out.
+
+    Primitives named in `passed`, such as `stop_gradient`, hand on their inputs.
+    """
     closed = staged.closed
-    flat = stage(lambda *xs: _evaluate(open_jaxpr(closed), closed.consts, xs), *closed.in_avals)
+    flat = stage(
+        lambda *xs: _evaluate(open_jaxpr(closed), closed.consts, xs, passed), *closed.in_avals
+    )
     return Staged(flat.closed, staged.out_shape)
 
 

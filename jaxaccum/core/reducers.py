@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import compat
-from jaxaccum.core.mean import Mean, add, wide
+from jaxaccum.core.mean import Mean, add, divide, wide
 
 
 class Reducer:
@@ -96,7 +96,7 @@ class Moments(Reducer):
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         number = add(a[0], b[0])
-        share = jnp.where(number == 0, jnp.zeros_like(number), b[0] / jnp.maximum(number, 1e-30))
+        share = divide(b[0], number, empty=0.0)
         distance = b[1] - a[1]
         squares = add(add(a[2], b[2]), distance**2 * a[0] * share)
         return jnp.stack([number, add(a[1], distance * share), squares])

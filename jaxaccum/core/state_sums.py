@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import compat
-from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.checks import is_inexact, is_key
 from jaxaccum.core.mean import add, divide, wide
 from jaxaccum.core.reducers import Moments
 
@@ -66,18 +66,14 @@ class StateSums:
 
 def numbers(leaf: jax.Array) -> jax.Array:
     """A leaf of a state as numbers: the data of a typed PRNG key."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def like(value: jax.Array, leaf: jax.Array) -> jax.Array:
     """The inverse of `numbers`, for a `leaf` of the same kind."""
-    if not _is_key(leaf):
+    if not is_key(leaf):
         return value
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
-
-
-def _is_key(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def statistic(stays: Any, old: Any, new: Any) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import compat
+from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import describe, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import is_marked
@@ -154,8 +154,7 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
 
 
 def _on_host(leaf: Any) -> Any:
-    is_key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
-    return leaf if is_key else np.asarray(leaf)
+    return leaf if checks.is_key(leaf) else np.asarray(leaf)
 
 
 def _alone(fn: Callable[..., Any], name: str, moving: Any) -> Any:

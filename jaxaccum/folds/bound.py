@@ -111,8 +111,11 @@ class Bound:
 
     def first_loss(self) -> Loss:
         """The staged loss on the first micro-batch's shape."""
+        return self._first()[0]
+
+    def _first(self) -> tuple[Loss, list[Any], list[bool]]:
         grid = self.segments[0].grid(self.batch)
-        return self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))[0]
+        return self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
 
     def loss_at(
         self, index: Any, rows: Any, state: Sequence[Any] | None = None
@@ -195,8 +198,7 @@ class Bound:
         if self.options.noise_scale:
             arguments.check_noise_scale(self.options.function, terms, given)
         if self.state is not None:
-            grid = self.segments[0].grid(self.batch)
-            loss, flat, _ = self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
+            loss, flat, _ = self._first()
             self.state.find_decays(loss.program, flat)
         denominators = None
         if given is not None:

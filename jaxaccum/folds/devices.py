@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxaccum.core import checks, compat
-from jaxaccum.core.mean import as_float, kept_sum
+from jaxaccum.core.mean import as_float, divide, kept_sum
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Moments, Reducer
 from jaxaccum.folds import shards
 
@@ -142,7 +142,7 @@ def reduce(
     for i in of(Moments):
         number, mean, squares = carries[i]
         every = lax.psum(number, names)
-        center = lax.psum(number * mean, names) / jnp.maximum(every, 1e-30)
+        center = divide(lax.psum(number * mean, names), every, empty=0.0)
         distance = mean - vary(center, compat.varying_axes(mean))
         out[i] = jnp.stack([every, center, lax.psum(squares + number * distance**2, names)])
     if of(Latest):

@@ -186,7 +186,7 @@ class ModelState:
         new = len(program.closed.out_avals) - len(jax.tree.leaves(program.out_shape[2][1:]))
 
         # Some layers stop the gradient of their update, which hides the momentum.
-        open_program = compat.without_stop_gradient(program)
+        open_program = compat.inlined(program, passed=frozenset({"stop_gradient"}))
 
         def tangents(*inputs: Any) -> list[Any]:
             def outputs(*state: Any) -> list[Any]:
