@@ -9,9 +9,7 @@ gradient to equal those of the full batch on one device to 1e-5 of their norm.
 - ZeRO-1: whole parameters, gradients and Adam's moments in parts, updates gathered by plain `jit`
   (the only rows that hold an optimizer step);
 - FSDP: parameters in parts, over eight devices;
-- HSDP: the same over four, in two replicas;
-- unreduced: whole parameters on an Explicit mesh, deferral by JAX's types (a model of products
-  alone, since `reduced` parameters go through few operators; its own gradient is the unit).
+- HSDP: the same over four, in two replicas.
 
 "Moved" is the payload on one device in one window, in units of one whole float32 gradient; what a
 loop repeats K times counts K times. A ring moves about twice the payload for an all-reduce. "Held"
@@ -58,7 +56,6 @@ class Side(NamedTuple):
       step: a function of the parameters and the batch, or of an optimizer state as well.
       param_specs: how the parameters lie.
       loss: the loss function.
-      types: of the mesh's axes.
       state_specs: how Adam's moments lie; `None` without an optimizer step.
     """
 
@@ -66,13 +63,12 @@ class Side(NamedTuple):
     step: Callable[..., Any]
     param_specs: Any
     loss: Callable[..., Any]
-    types: AxisType = AxisType.Auto
     state_specs: Any = None
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
         shape = (2, 4) if len(self.axes) == 2 else (8,)
-        return jax.make_mesh(shape, self.axes, axis_types=(self.types,) * len(shape))
+        return jax.make_mesh(shape, self.axes, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def main() -> None:
@@ -164,13 +160,6 @@ def loss_fn(params: Any, batch: Any) -> ja.Mean:
     return ja.mean(losses, where=batch["mask"])
 
 
-def product_loss(params: Any, batch: Any) -> ja.Mean:
-    """A network of matrix products alone, on the tokens as numbers."""
-    x = batch["tokens"][:, :-1] / MODEL["vocabulary"]
-    hidden = jnp.tanh(jnp.einsum("bt,th->bh", x, params["up"]))
-    return ja.mean(jnp.einsum("bh,ho->bo", hidden, params["down"]) ** 2)
-
-
 def replicated_carry(params: Any, batch: Any) -> Any:
     """The loop as it is often written, for rows that keep their device."""
     rows = len(batch["mask"])
@@ -214,17 +203,7 @@ def sides(params: Any, batch: Any) -> dict[str, tuple[Side, Any]]:
         found[f"FSDP, {reduction}"] = sharded(data, wide, reduction)
     for reduction in ("defer", "scatter"):
         found[f"HSDP 2x4, {reduction}"] = sharded(hybrid, narrow, reduction)
-    out = {name: (side, (params, batch)) for name, side in found.items()}
-
-    keys = jax.random.split(jax.random.key(1))
-    products = {
-        "up": jax.random.normal(keys[0], (MODEL["length"], 256)),
-        "down": jax.random.normal(keys[1], (256, 128)),
-    }
-    step = window(data, product_loss, reduction="unreduced")
-    specs = jax.tree.map(lambda _: P(), products)
-    side = Side(data, step, specs, product_loss, AxisType.Explicit)
-    return out | {"unreduced (own model)": (side, (products, batch))}
+    return {name: (side, (params, batch)) for name, side in found.items()}
 
 
 def zero_step(window: Any, whole: Any) -> Any:

@@ -233,12 +233,6 @@ def test_scales_over_devices(axis):
     assert sums.grads == 16 * 2.0**-26
 
 
-def test_unreduced_types_refuse_a_scale():
-    f = ja.accumulate(linear, num_microbatches=2, reduction="unreduced", spmd_axis_name="data")
-    with pytest.raises(ValueError, match="cannot be combined with `loss_scale`"):
-        f(jnp.float32(1), jnp.ones(8), loss_scale=2.0)
-
-
 def test_unscale_leaves_integers_alone():
     grads = {"w": half(8, 16), "steps": jnp.int32(3), "none": None}
     true = loss_scaling.unscale(grads, loss_scaling.static(4).init())

@@ -372,11 +372,3 @@ def test_refusals():
             grad_specs=P("data"),
             noise_scale=True,
         )
-    with pytest.raises(ValueError, match="unreduced"):
-        ja.accumulate(
-            linear_loss,
-            num_microbatches=1,
-            spmd_axis_name="data",
-            reduction="unreduced",
-            noise_scale=True,
-        )

@@ -1,4 +1,4 @@
-"""Parameters and gradient sums in parts: FSDP, HSDP and ZeRO, deferred or scattered; `unreduced`.
+"""Parameters and gradient sums in parts: FSDP, HSDP and ZeRO, deferred or scattered.
 
 The oracle is the gradient of the full batch in one pass on one device, in float64.
 """
@@ -418,77 +418,6 @@ def test_a_per_device_number_of_micro_batches_is_refused_when_scattered():
         f(*layout.arguments(), num_real=jnp.arange(8, dtype=jnp.int32) % 7)
 
 
-# The `unreduced` route
-
-
-def plain_loss(params, batch):
-    """Products alone: operators that accept parameters of the reduced type."""
-    hidden = jnp.tanh(jnp.einsum("btf,fh->bth", batch["x"], params["up"]))
-    out = jnp.einsum("bth,ho->bto", hidden, params["down"])
-    return ja.mean(out.sum(-1) ** 2, where=batch["mask"])
-
-
-def unreduced(loss=plain_loss, **options):
-    given = {"num_microbatches": K, "spmd_axis_name": "data", "reduction": "unreduced"} | options
-    return jax.jit(ja.value_and_grad(loss, **given))
-
-
-def unreduced_arguments(types="E"):
-    layout = Layout("ZeRO", types)
-    params, batch = problem()
-    params, batch = layout.place(params, batch)
-    return layout.mesh, {name: params[name] for name in ("up", "down")}, batch
-
-
-def test_unreduced_equals_the_full_batch_with_one_reduction():
-    mesh, params, batch = unreduced_arguments()
-    given = {name: np.asarray(x) for name, x in params.items()}
-    with jax.set_mesh(mesh):
-        f = unreduced()
-        got = f(params, batch)
-        found = ja.audit(f, params, batch)
-    assert_close(got, full_batch(plain_loss, params=given))
-    assert all(grad.sharding.is_fully_replicated for grad in got[1].values())
-    found.assert_deferred()
-    assert found.loop_bytes <= 8 * K  # the tokens are counted globally
-    assert 1.0 <= found.reduced_gradients <= 1.02
-
-
-def test_unreduced_names_the_operator_that_refuses():
-    mesh, params, batch = unreduced_arguments()
-
-    def loss(params, batch):
-        hidden = jnp.einsum("btf,fh->bth", batch["x"], params["up"])
-        hidden += jnp.ones((ROWS // K, TOKENS, HIDDEN)) * params["up"][:1][None]
-        return ja.mean(hidden.sum(-1), where=batch["mask"])
-
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r'`[a-z_]+` in the loss .*"defer"'):
-        unreduced(loss)({"up": params["up"]}, batch)
-
-
-def test_unreduced_needs_explicit_axes():
-    mesh, params, batch = unreduced_arguments("A")
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"Explicit type.*Auto"):
-        unreduced()(params, batch)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"skip_nonfinite": True}, "`skip_nonfinite`"),
-        ({"accumulator": ja.accumulators.compensated()}, "`accumulator`"),
-        ({"grad_specs": P("data")}, "`grad_specs`"),
-        ({"param_specs": P("data"), "argnums": (0,)}, "`param_specs`, `argnums`"),
-        ({"spmd_axis_name": None}, "needs `spmd_axis_name`"),
-        ({"spmd_axis_name": None, "axis_name": "data"}, "`axis_name`"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_unreduced_refuses_what_its_operators_do_not_allow(options, match):
-    with pytest.raises(ValueError, match=match):
-        unreduced(**options)
-
-
 # Refusals
 
 
@@ -548,6 +477,6 @@ def test_gradients_lie_like_sharded_parameters():
 
 @pytest.mark.parametrize("function", [ja.accumulate, ja.value_and_grad])
 def test_the_reduction_must_be_known(function):
-    match = rf'{function.__name__}: `reduction` must be "defer", "scatter" or "unreduced", got'
+    match = rf'{function.__name__}: `reduction` must be "defer" or "scatter", got'
     with pytest.raises(ValueError, match=match):
         function(loss_fn, num_microbatches=K, axis_name="data", reduction="mean")

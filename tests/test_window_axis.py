@@ -788,7 +788,6 @@ def test_losses_that_are_refused(loss_fn, message):
         ({"noise_scale": True}, "noise_scale"),
         ({"model_state": "pooled"}, "return them in aux, as `ja.Last`"),
         ({"axis_name": W}, "both name the axis"),
-        ({"reduction": "unreduced", "spmd_axis_name": "data"}, "unreduced"),
     ],
 )
 def test_options_that_are_refused(options, message):

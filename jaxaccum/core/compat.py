@@ -284,22 +284,6 @@ def spec_of(x: Any) -> jax.sharding.PartitionSpec:
     return getattr(getattr(aval, "sharding", None), "spec", None) or jax.sharding.PartitionSpec()
 
 
-def concerns_reduced_types(error: Exception) -> bool:
-    """Whether JAX refused an operator because of a `reduced` or `unreduced` type."""
-    return type(error).__name__ == "ShardingTypeError" or "reduced" in str(error)
-
-
-def failing_primitive(error: BaseException) -> str | None:
-    """The name of the innermost primitive in whose rule `error` was raised."""
-    name, trace = None, error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, jex.Primitive):
-            name = owner.name
-        trace = trace.tb_next
-    return name
-
-
 def varying_axes(x: Any) -> frozenset[str]:
     """The manual mesh axes over which `x` differs; empty where replication is not checked."""
     aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)

@@ -18,7 +18,6 @@ from jaxaccum.core.reducers import (
 )
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
-from jaxaccum.folds import unreduced_types as unreduced
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.gradients import Differentiated
 from jaxaccum.folds.losses import Loss, check_same_outputs, stage_loss
@@ -59,10 +58,6 @@ class Bound:
         self.tree = Differentiated(options, args)
         self.moving = devices.vary(self.tree.moving, self.varied)
         self._find_shards()
-        self.typed: tuple[str, ...] = ()
-        if options.reduction == "unreduced":
-            self.typed = devices.names_of(name, "spmd_axis_name", options.spmd_axis_name)
-            self.moving = [unreduced.mark(x, self.typed) for x in self.moving]
         check_given(name, options.model_state, given.model_state)
         self.state = None
         if options.model_state is not None:
@@ -272,8 +267,6 @@ class Bound:
 
             start = [x for x, d in zip(flat, differentiated, strict=True) if d]
             grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
-            if self.typed:
-                unreduced.check_types(self.options.function, grads, self.typed)
             if self.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
                 pairs = zip(self.tree.reducers(grads), grads, strict=True)
                 grads = [loss_scaling.unscale(g, self.scale) if r.divides else g for r, g in pairs]
@@ -343,8 +336,6 @@ class Bound:
         flat_reducers, carries = jax.tree.leaves(reducers), tree.flatten_up_to(local)
         whole = [None] * len(flat_reducers)
         parts = self._parts(reducers)
-        if self.typed:
-            carries = [unreduced.reduce(c) for c in carries]
         carries = devices.reduce(
             flat_reducers,
             carries,

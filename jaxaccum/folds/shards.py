@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
 
-REDUCTIONS = ("defer", "scatter", "unreduced")
+REDUCTIONS = ("defer", "scatter")
 
 
 class Shard(NamedTuple):
@@ -112,13 +112,12 @@ def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Sh
     return found[0] if found else None
 
 
-def check_reduction(function: str, reduction: Any) -> str:
-    """`reduction`, if it is one of the known choices."""
+def check_reduction(function: str, reduction: Any) -> None:
+    """Requires one of the known choices."""
     if reduction not in REDUCTIONS:
         raise ValueError(
-            f'{function}: `reduction` must be "defer", "scatter" or "unreduced", got {reduction!r}.'
+            f'{function}: `reduction` must be "defer" or "scatter", got {reduction!r}.'
         )
-    return str(reduction)
 
 
 def reduce_sums(

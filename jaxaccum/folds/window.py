@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut, devices, faults, shards, spmd, unreduced, window_axis
+from jaxaccum.folds import cut, devices, faults, shards, spmd, window_axis
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.bound import Bound
 from jaxaccum.folds.model_state import check_policy
@@ -25,7 +25,7 @@ def accumulate(
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter", "unreduced"] = "defer",
+    reduction: Literal["defer", "scatter"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
@@ -67,9 +67,7 @@ def accumulate(
       reduction: for sums in parts (`grad_specs`), the choice between communication and memory.
         "defer" keeps whole sums on each device and reduce-scatters them once, at the end;
         "scatter" reduce-scatters each micro-batch's gradient into a sum of 1/W the size. Axes that
-        no spec names are reduced once, at the end, in both. "unreduced", with `spmd_axis_name` on
-        an Explicit mesh, leaves the deferral to JAX's types, for loss functions whose operators
-        all accept parameters of the `reduced` type; `loss_fn` then sees global arrays.
+        no spec names are reduced once, at the end, in both.
       param_specs: which parameters come in parts, split over the axes of the window (FSDP): a tree
         prefix of the parameters with `PartitionSpec` leaves. `loss_fn` sees them whole: gathered
         once with "defer", in every micro-step with "scatter". Under `spmd_axis_name` on an
@@ -171,7 +169,7 @@ def value_and_grad(
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter", "unreduced"] = "defer",
+    reduction: Literal["defer", "scatter"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
     accumulator: accumulators.Accumulator | None = None,
@@ -197,7 +195,7 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the sums are reduced, once, inside `shard_map` or `pmap`.
       spmd_axis_name: mesh axes over which the sums are reduced, once, under plain `jit`.
-      reduction: "defer", "scatter" or "unreduced".
+      reduction: "defer" or "scatter".
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
       accumulator: how the gradient sums are carried.
@@ -343,8 +341,6 @@ def denominators(
 
 
 def _sums(options: Options, args: tuple[Any, ...], given: Given) -> WindowSums:
-    if options.reduction == "unreduced":
-        return unreduced.sums(options, args, given)
     if options.spmd_axis_name is not None:
         return spmd.sums(options, args, given)
     return Bound(options, args, given).sums()
@@ -375,9 +371,7 @@ def _options(
         )
     window_axis.check_options(function, others)
     check_policy(function, others.get("model_state"))
-    reduction = shards.check_reduction(function, others.get("reduction", "defer"))
-    if reduction == "unreduced":
-        unreduced.check(function, accumulator, others)
+    shards.check_reduction(function, others.get("reduction", "defer"))
     parts = others.get("param_specs"), others.get("grad_specs")
     if others.get("noise_scale") and others.get("axis_name") and parts != (None, None):
         raise ValueError(

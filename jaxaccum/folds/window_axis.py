@@ -47,10 +47,6 @@ def check_options(function: str, options: dict[str, Any]) -> None:
             f"{function}: with `window_axis_name` a micro-batch that is not finite reaches all "
             'others through the collectives. Leave out the whole window, `skip_nonfinite="window"`.'
         )
-    if options.get("reduction") == "unreduced":
-        raise ValueError(
-            f'{function}: `reduction="unreduced"` does not go with `window_axis_name`. Use "defer".'
-        )
     for other in ("axis_name", "spmd_axis_name"):
         if name in devices.names_of(function, other, options.get(other)):
             raise ValueError(
