@@ -75,7 +75,7 @@ def main():
         if epoch % 5 == 0 or epoch == EPOCHS - 1:
             print(
                 f"epoch {epoch:2d}  optimizer step {state.optimizer_step:2d}  "
-                f"loss {sum(losses).value:.5f}"
+                f"loss {ja.merge(*losses).value:.5f}"
             )
 
     # The check: the same training with every window as one big batch in one pass.

@@ -176,7 +176,7 @@ def train(args, loss_fn, params, batches, validation_batches):
 
     def validation_loss(params) -> float:
         # The batches' means are merged, not averaged: every token counts once.
-        return float(sum(evaluate(params, batch) for batch in validation_batches).value)
+        return float(ja.merge(*[evaluate(params, batch) for batch in validation_batches]).value)
 
     params, state = jax.tree.map(jnp.copy, params), init(params)  # the step takes both over
     with tqdm(total=args.steps, unit="step", dynamic_ncols=True) as bar:
@@ -268,7 +268,7 @@ def make_mean_of_means_step(loss_fn, optimizer, num_microbatches: int):
             losses.append(loss)
         # The reported loss is the mean over all tokens here too: the curves differ only in what
         # the parameters became.
-        return params, state, sum(losses).value
+        return params, state, ja.merge(*losses).value
 
     return multi_steps.init, step
 

@@ -73,15 +73,15 @@ def test_merged_counts_are_exact_or_lost():
     (LARGEST, -1, False), (LOST, 5, True),
 ])  # fmt: skip
 def test_means_add_up_or_are_lost(a, b, lost):
-    mean = ja.Mean(1.0, jnp.int32(a)) + ja.Mean(1.0, jnp.int32(b))
+    mean = ja.merge(ja.Mean(1.0, jnp.int32(a)), ja.Mean(1.0, jnp.int32(b)))
     assert int(mean.weight) == (LOST if lost else a + b)
     assert bool(np.isnan(mean.value)) == lost
 
 
 def test_unsigned_counts_are_lost_at_their_largest():
-    mean = ja.Mean(1.0, jnp.uint32(2**31)) + ja.Mean(1.0, jnp.uint32(2**31 - 2))
+    mean = ja.merge(ja.Mean(1.0, jnp.uint32(2**31)), ja.Mean(1.0, jnp.uint32(2**31 - 2)))
     assert int(mean.weight) == 2**32 - 2
-    mean = mean + ja.Mean(1.0, jnp.uint32(5))
+    mean = ja.merge(mean, ja.Mean(1.0, jnp.uint32(5)))
     assert int(mean.weight) == 2**32 - 1
     assert np.isnan(mean.value)
 

@@ -198,4 +198,4 @@ def test_means_of_anything(values, data):
         assert isinstance(mean.value, jax.Array)
         assert mean.total.shape == mean.weight.shape == ()
     with ours_to_refuse(refused):
-        (ja.Mean(values, data.draw(some)) + ja.Mean(1.0, 2)).value  # noqa: B018 - may raise
+        ja.merge(ja.Mean(values, data.draw(some)), ja.Mean(1.0, 2)).value  # noqa: B018 - may raise

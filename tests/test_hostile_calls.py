@@ -170,6 +170,8 @@ CALLS = {
     },
     "merge": {
         "None": lambda: ja.merge(sums(), None),
+        "a mean and sums": lambda: ja.merge(sums(), ja.Mean(1.0, 1)),
+        "means of other shapes": lambda: ja.merge(ja.Mean(jnp.ones(2), 1), ja.Mean(jnp.ones(5), 1)),
         "other marks": lambda: ja.merge(sums(ja.Sum(W)), sums(ja.Max(W))),
         "other shapes": lambda: ja.merge(sums(ja.Sum(W)), sums(ja.Sum(jnp.ones(3)))),
         "other shapes stacked": lambda: ja.merge(sums(W), sums(jnp.ones(3))),
@@ -196,7 +198,7 @@ CALLS = {
         "value of None": lambda: ja.Mean(None, 1).value,
         "value of a text": lambda: ja.Mean(1, "a").value,
         "value of other shapes": lambda: ja.Mean(jnp.ones(3), jnp.ones(2)).value,
-        "sum of other shapes": lambda: ja.Mean(jnp.ones(3), 1) + ja.Mean(jnp.ones(2), 1),
+        "addition": lambda: ja.Mean(1.0, 1) + ja.Mean(1.0, 1),
         "from None": lambda: ja.Mean.from_value(None, 1),
     },
     "multi_steps": {

@@ -1,5 +1,8 @@
 """`Mean` and `mean`: the algebra, the division, the masks and their derivatives."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,14 +22,12 @@ SCALARS = {
 }
 
 
-def test_addition_merges_totals_and_weights():
-    merged = ja.Mean(jnp.float32(6), 3) + ja.Mean(jnp.float32(7), 7)
+def test_merge_pools_totals_and_weights():
+    merged = ja.merge(ja.Mean(jnp.float32(6), 3), ja.Mean(jnp.float32(7), 7))
     assert (merged.total, merged.weight) == (13, 10)
     assert_close(merged.value, 1.3)
-
-
-def test_python_sum_starts_from_zero():
-    assert sum([ja.Mean(1.0, 1), ja.Mean(2.0, 1)]).value == 1.5
+    three = ja.merge(ja.Mean(1.0, 1), ja.Mean(2.0, 1), ja.Mean(6.0, 2))
+    assert (three.total, three.weight, three.value) == (9, 4, 2.25)
 
 
 @pytest.mark.parametrize("scalar", SCALARS.values(), ids=SCALARS)
@@ -53,14 +54,64 @@ def test_division_and_sign():
     [
         lambda m: m * m,
         lambda m: m / m,
-        lambda m: m + 1.0,
-        lambda m: 1.0 + m,
         lambda m: 1.0 / m,
+        lambda m: m * None,
+        lambda m: "x" * ja.Mean(2, 1),
+        lambda m: [2.0] * m,
     ],
 )
 def test_operations_without_meaning_are_refused(operation):
     with pytest.raises(TypeError):
         operation(ja.Mean(1.0, 2))
+
+
+ADDITIONS = {
+    "means": lambda m: m + 0.5 * m,
+    "difference": lambda m: m - m,
+    "sum": lambda m: sum([m, m]),
+    "sum from a mean": lambda m: sum([m], m),
+    "numpy sum": lambda m: np.sum([m, m]),
+    "reduce": lambda m: functools.reduce(operator.add, (m, m)),
+    "in place": lambda m: operator.iadd(m, m),
+    "a number": lambda m: m + 0.0,
+    "to a number": lambda m: 1 + m,
+    "less a number": lambda m: m - 1.0,
+    "from a number": lambda m: 1.0 - m,
+    "numpy scalar": lambda m: np.float32(1) + m,
+    "numpy array": lambda m: np.ones(2) - m,
+    "jax scalar": lambda m: jnp.float32(1) + m,
+    "traced": lambda m: jax.jit(lambda x: x - m)(1.0),
+}
+
+
+@pytest.mark.parametrize("operation", ADDITIONS.values(), ids=ADDITIONS)
+def test_addition_is_refused_with_both_remedies(operation):
+    with pytest.raises(TypeError, match=r"side by side .*\(a, b\).*`ja.merge\(a, b\)` pools"):
+        operation(ja.Mean(1.0, 2))
+
+
+def test_two_losses_side_by_side_are_the_sum_of_their_means():
+    a, b = jnp.array([1.0, 2.0]), jnp.array([3.0, 5.0, 7.0])
+
+    def loss_fn(w, rows):
+        return ja.mean(w * a[rows]), 0.5 * ja.mean(w * b)
+
+    with pytest.raises(TypeError, match="side by side"):
+        ja.value_and_grad(lambda w, rows: sum(loss_fn(w, rows)), num_microbatches=1)(
+            1.0, jnp.arange(2)
+        )
+    loss, grad = ja.value_and_grad(loss_fn, num_microbatches=2)(jnp.float32(2), jnp.arange(2))
+    assert (loss, grad) == (2 * (1.5 + 2.5), 4)
+
+
+@pytest.mark.parametrize("other", [1.0, None, "window sums", (1, 2)], ids=str)
+def test_merge_of_unlike_things_is_refused(other):
+    mean = ja.Mean(1.0, 2)
+    if other == "window sums":
+        other = ja.accumulate(lambda w, x: ja.mean(w * x), num_microbatches=1)(1.0, jnp.ones(2))
+    for parts in ((mean, other), (other, mean), (mean, mean, other)):
+        with pytest.raises(TypeError, match="merge: `a` and `b` must be"):
+            ja.merge(*parts)
 
 
 def test_value_is_nan_without_weight_and_elementwise_otherwise():
@@ -84,7 +135,7 @@ def test_a_mean_is_a_pytree_of_two_leaves():
 
 
 def test_integer_weights_merge_exactly_past_two_to_the_24():
-    merged = ja.Mean(0.0, jnp.int32(2**24)) + ja.Mean(0.0, jnp.int32(1))
+    merged = ja.merge(ja.Mean(0.0, jnp.int32(2**24)), ja.Mean(0.0, jnp.int32(1)))
     assert merged.weight == 2**24 + 1
     assert merged.weight.dtype == jnp.int32
 

@@ -77,20 +77,20 @@ def divide(total: Any, weight: Any, *, empty: float) -> jax.Array:
 class Mean:
     """A mean that has not been divided yet: `total` over `weight`.
 
-    `Mean(a, n) + Mean(b, m) = Mean(a + b, n + m)` merges two of them, `c * Mean(a, n) =
-    Mean(c * a, n)` scales the mean. `optax.MultiSteps` averages the quotients `a / n` instead,
-    which is the same only if all weights are equal.
+    `c * Mean(a, n) = Mean(c * a, n)` scales the mean, and `ja.merge(Mean(a, n), Mean(b, m)) =
+    Mean(a + b, n + m)` is the mean over the examples of both. `optax.MultiSteps` averages the
+    quotients `a / n` instead, which is the same only if all weights are equal. `Mean + Mean` is
+    refused: two losses stand side by side in a tuple or dict.
 
     Attributes:
       total: the undivided sum; an array, usually a float scalar.
       weight: what it is to be divided by (tokens, sequences, examples); same shape or a scalar.
 
     Example:
-      >>> a, b = Mean(6.0, 3), Mean(7.0, 7)
-      >>> print((a + b).value)
-      1.3
-      >>> print((0.5 * (a + b)).value)
-      0.65
+      >>> import jaxaccum as ja
+      >>> both = ja.merge(ja.Mean(6.0, 3), ja.Mean(7.0, 7))
+      >>> print(both.value, (0.5 * both).value)
+      1.3 0.65
     """
 
     total: Any
@@ -120,8 +120,8 @@ class Mean:
           `Mean(value * weight, weight)`, float32 or wider.
 
         Example:
-          >>> print((Mean.from_value(float("nan"), 0) + Mean.from_value(1.0, 7)).value)
-          1.0
+          >>> print(Mean.from_value(2.0, 7).total, Mean.from_value(float("nan"), 0).total)
+          14.0 0.0
         """
         cls(value, weight)._check()
         dtype = compat.promote(value, weight, jnp.float32)
@@ -130,45 +130,56 @@ class Mean:
         kept = jnp.where(is_empty, jnp.zeros_like(value), value)
         return cls(kept * factor, weight)
 
-    def _check(self) -> None:
+    def _check(self, function: str = "Mean") -> None:
         for name, part in (("total", self.total), ("weight", self.weight)):
             if not checks.is_array(part):
-                raise TypeError(f"Mean: `{name}` must be an array, got {checks.describe(part)}.")
-        _check_fits("weight", self.weight, self.total)
+                raise TypeError(
+                    f"{function}: `{name}` must be an array, got {checks.describe(part)}."
+                )
+        _check_fits(function, "weight", self.weight, self.total)
 
-    def __add__(self, other: Any) -> "Mean":
-        if isinstance(other, Mean):
-            self._check()
-            other._check()
-            _check_fits("total", self.total, other.total)
-            _check_fits("weight", self.weight, other.weight)
-            return Mean(add(self.total, other.total), add(self.weight, other.weight))
-        if isinstance(other, int) and other == 0:  # the start value of `sum([...])`
-            return self
-        if hasattr(other, "dtype") or isinstance(other, int | float):
-            raise TypeError(
-                f"Mean: cannot add {checks.describe(other)}, which has no weight. Return the terms "
-                'side by side, each with its own: `{"loss": loss, "penalty": ja.Mean(penalty, '
-                "1.0)}`."
-            )
-        return NotImplemented
+    def _refuse(self, other: Any) -> Any:
+        """Addition, which could mean two things."""
+        if isinstance(other, Mean) or (isinstance(other, int) and other == 0):  # of `sum([...])`
+            what = "two means cannot be added: it is not known which mean is meant"
+        else:
+            what = f"cannot add {checks.describe(other)}, which has no weight"
+        raise TypeError(
+            f"Mean: {what}. Two losses, each with its own weight, stand side by side in a tuple or "
+            "dict: `return (a, b)`, a penalty as `ja.Mean(penalty, 1.0)`; their means are added. "
+            "`ja.merge(a, b)` pools one loss over two sets of examples."
+        )
 
-    __radd__ = __add__
+    __add__ = __radd__ = __sub__ = __rsub__ = _refuse
 
     def __mul__(self, factor: Any) -> "Mean":
-        if isinstance(factor, Mean):
+        if not checks.is_array(factor):
             return NotImplemented
         return Mean(self.total * factor, self.weight)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "Mean":
-        if isinstance(divisor, Mean):
+        if not checks.is_array(divisor):
             return NotImplemented
         return Mean(self.total / divisor, self.weight)
 
     def __neg__(self) -> "Mean":
         return Mean(-self.total, self.weight)
+
+
+def pool(a: Mean, b: Mean) -> Mean:
+    """One loss over the examples of both: `Mean(a.total + b.total, a.weight + b.weight)`.
+
+    Raises:
+      TypeError: a part is no array.
+      ValueError: the shapes do not fit.
+    """
+    for part in (a, b):
+        part._check("merge")
+    _check_fits("merge", "total", b.total, a.total)
+    _check_fits("merge", "weight", b.weight, a.weight)
+    return Mean(add(a.total, b.total), add(a.weight, b.weight))
 
 
 def mean(values: Any, where: Any = None, *, weights: Any = None) -> Mean:
@@ -246,13 +257,14 @@ def kept_sum(total: jax.Array, estimate: jax.Array) -> jax.Array:
     return jnp.where(near, total, lost(total.dtype))
 
 
-def _check_fits(name: str, x: Any, other: Any) -> None:
+def _check_fits(function: str, name: str, x: Any, other: Any) -> None:
     ranks_fit = 0 in (np.ndim(x), np.ndim(other)) or np.ndim(x) == np.ndim(other)
     if not ranks_fit or not all(
         a == b or 1 in (a, b) for a, b in zip(np.shape(x), np.shape(other), strict=False)
     ):
         raise ValueError(
-            f"Mean: `{name}` has the shape {np.shape(x)}, which does not fit {np.shape(other)}."
+            f"{function}: `{name}` has the shape {np.shape(x)}, which does not fit "
+            f"{np.shape(other)}."
         )
 
 

@@ -1,6 +1,7 @@
 """`WindowSums`, its merge and its one division."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks
-from jaxaccum.core.mean import Mean, add, divide
+from jaxaccum.core.mean import Mean, add, divide, pool
 from jaxaccum.core.noise import NoiseSums
 from jaxaccum.core.reducers import Addition, merge_trees, reducers_of, values_of
 from jaxaccum.core.state_sums import StateSums
@@ -77,20 +78,24 @@ class Window(NamedTuple):
     model_state: Any = None
 
 
-def merge(a: WindowSums, b: WindowSums) -> WindowSums:
-    """The sums over the micro-batches of `a` and `b` together.
+def merge(a: Any, b: Any, *more: Any) -> Any:
+    """What several sets of examples add up to: of `WindowSums`, or of `Mean`s of one loss.
 
     `finalize(merge(a, b))` is the window over both batches: every field is added, auxiliary
     outputs by their own reducer. `a` comes first where the order matters (`Last`, `Concat`).
+    `merge(Mean(a, n), Mean(b, m)) = Mean(a + b, n + m)`, one mean over all examples; two losses
+    that keep their own denominators stand side by side in a tuple or dict instead.
 
     Args:
-      a: sums from `accumulate`.
-      b: sums of the same loss function on another batch.
+      a: sums from `accumulate`, or a `Mean`.
+      b: sums of the same loss function on another batch, or a `Mean`.
+      *more: any number more of the same kind.
 
     Returns:
-      The merged `WindowSums`.
+      The merged `WindowSums`, or the merged `Mean`.
 
     Raises:
+      TypeError: not all are `WindowSums`, or all `Mean`s.
       ValueError: the structures differ; or the loss has several terms and the sums were not made
         with the same `denominators=`, so that their gradients stand on different scales. Where
         the denominators are traced and differ, the merged loss and gradients are nan.
@@ -102,12 +107,17 @@ def merge(a: WindowSums, b: WindowSums) -> WindowSums:
       >>> print(ja.finalize(ja.merge(a, b)).grads)
       1.3
     """
-    for sums in (a, b):
-        if not isinstance(sums, WindowSums):
-            raise TypeError(
-                "merge: `a` and `b` must be `WindowSums` from `accumulate`, got "
-                f"{checks.describe(sums)}."
-            )
+    parts = (a, b, *more)
+    for kind, pair_fn in ((Mean, pool), (WindowSums, _merge)):
+        if all(isinstance(part, kind) for part in parts):
+            return functools.reduce(pair_fn, parts)
+    raise TypeError(
+        "merge: `a` and `b` must be `WindowSums` from `accumulate`, or all of them `ja.Mean`s, got "
+        f"{' and '.join(map(checks.describe, parts))}."
+    )
+
+
+def _merge(a: WindowSums, b: WindowSums) -> WindowSums:
     _check_denominators(a, b)
     if not checks.same_tree(a, b):
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import all_finite, is_inexact
-from jaxaccum.core.mean import Mean
+from jaxaccum.core.mean import Mean, pool
 from jaxaccum.core.reducers import Sum
 from jaxaccum.folds import devices
 from jaxaccum.numerics import accumulators, weights
@@ -37,7 +37,7 @@ class OpenWindow(NamedTuple):
             return one.start(grad) if carry is None else one.fold(carry, grad)
 
         carries = [add(i, c, g) for i, (c, g) in enumerate(zip(self.carries, grads, strict=True))]
-        sums = {n: old + means[n] if n in means else old for n, old in self.means.items()}
+        sums = {n: pool(old, means[n]) if n in means else old for n, old in self.means.items()}
         return OpenWindow(carries, weights.add(self.weight, weight), sums)
 
     def select(self, keep: jax.Array, other: "OpenWindow") -> "OpenWindow":
