@@ -90,7 +90,7 @@ SUBMODULES = {
     "accumulators": ["plain", "compensated", "stochastic", "chunked"],
     "loss_scaling": ["static", "dynamic", "unscale"],
     "interop": ["from_optax", "to_optax", "from_inner_state", "reshape_devices"],
-    "reporting": ["scalars", "log", "summary", "CsvWriter", "window_report", "plot"],
+    "reporting": ["scalars", "summary", "plot"],
     "schedules": [
         "by_tokens",
         "by_examples",
