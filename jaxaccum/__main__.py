@@ -13,8 +13,8 @@ import jax
 
 from jaxaccum.auditing import Audit, audit
 from jaxaccum.core import checks
+from jaxaccum.core.text import parse_bytes
 from jaxaccum.planning import MemoryFit, fit_microbatch, plan_window
-from jaxaccum.planning.units import parse_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxaccum as ja
-from jaxaccum.planning.units import bytes_text, columns, parse_bytes
+from jaxaccum.core.text import bytes_text, columns, parse_bytes
 
 GPT2 = {"tokens_per_step": 524_288, "sequence_length": 2_048, "sequences_per_microbatch": 4}
 

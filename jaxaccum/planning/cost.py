@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.extend.core
 
-from jaxaccum.auditing import frames, hlo
+from jaxaccum.auditing import Memory, frames, hlo
 
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"})
 _CALLS = frozenset({"while", "conditional", "call"})
@@ -50,6 +51,36 @@ def flops_of(jaxpr: Any) -> int:
 
 def _size(variable: Any) -> int:
     return math.prod(variable.aval.shape)
+
+
+def memory_of(compiled: Any) -> tuple[Memory, int]:
+    """The memory of a compiled step, and the size of its own program."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise ValueError(
+            "fit_microbatch: the backend tells nothing of a compiled step's memory. Compile for "
+            "another platform."
+        )
+    memory = Memory(
+        int(stats.argument_size_in_bytes),
+        int(stats.output_size_in_bytes),
+        int(stats.alias_size_in_bytes),
+        int(stats.temp_size_in_bytes),
+    )
+    return memory, int(stats.generated_code_size_in_bytes)
+
+
+def accessed_bytes(compiled: Any, program: hlo.Program) -> int:
+    """The bytes that a step moves: XLA's count, where it has one, with the loops repeated."""
+    once, often = moved_bytes(program)
+    try:
+        counted = compiled.cost_analysis()
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        counted = None
+    counted = counted[0] if isinstance(counted, list) and counted else counted
+    if not counted or "bytes accessed" not in counted or not once:
+        return often
+    return round(counted["bytes accessed"] * often / once)
 
 
 def moved_bytes(program: hlo.Program) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The largest micro-batch that fits in memory, from the compiler's own count. Nothing runs."""
 
+import dataclasses
 import inspect
 import time
 import warnings
@@ -10,10 +11,144 @@ import jax
 
 from jaxaccum.auditing import Memory, hlo
 from jaxaccum.core import checks
+from jaxaccum.core.text import bytes_text, columns
 from jaxaccum.planning import cost
-from jaxaccum.planning.fit import MemoryFit, MemoryPoint, total_of
 
-_TOO_LARGE = ("RESOURCE_EXHAUSTED", "Ran out of memory", "Out of memory")
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPoint:
+    """One compiled micro-batch size.
+
+    Attributes:
+      num_microbatches: micro-batches of the window on one device.
+      microbatch_size: examples of the largest micro-batch on one device.
+      memory: bytes on one device; `None` where the compiler refused the program.
+      code_bytes: the program itself, where it lies in the device's memory.
+      fits: whether `total_bytes` is within the limit.
+      flops: matrix products and convolutions of one optimizer step on one device.
+      moved_bytes: bytes that one device reads and writes for it; `None` where unknown.
+      compile_seconds: what tracing and compiling took.
+      refusal: what the compiler said where it refused, as it does for what is too large.
+    """
+
+    num_microbatches: int
+    microbatch_size: int
+    memory: Memory | None
+    code_bytes: int
+    fits: bool
+    flops: int
+    moved_bytes: int | None
+    compile_seconds: float
+    refusal: str | None = None
+
+    @property
+    def total_bytes(self) -> int | None:
+        """`arguments + temporaries + outputs - aliased + code`: what the step holds on one device.
+
+        What a TPU keeps in its on-chip memory is not in it.
+        """
+        memory = self.memory
+        return None if memory is None else memory.arguments + memory.peak + self.code_bytes
+
+    def _row(self) -> tuple[str, ...]:
+        def text(number: int | None) -> str:
+            return "" if number is None else bytes_text(number)
+
+        return (
+            f"{self.microbatch_size:,}",
+            f"{self.num_microbatches:,}",
+            text(self.total_bytes),
+            text(self.memory.arguments if self.memory else None),
+            "refused" if self.refusal else "fits" if self.fits else "too large",
+            f"{self.flops / 1e9:.3g}",
+            text(self.moved_bytes),
+            f"{self.compile_seconds:.1f} s",
+        )
+
+
+_HEADER = ("micro-batch", "num_microbatches", "memory", "of it arguments", "", "GFLOP", "moved",
+           "compile")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFit:
+    """Which micro-batch fits, from `ja.fit_microbatch`; `print` shows it as a table.
+
+    Attributes:
+      limit_bytes: what one device may hold.
+      examples_per_step: examples of an optimizer step over all devices, the same for all points.
+      data_parallel: devices that share them.
+      points: what was compiled, by growing micro-batch.
+    """
+
+    limit_bytes: int
+    examples_per_step: int
+    data_parallel: int
+    points: tuple[MemoryPoint, ...]
+
+    @property
+    def best(self) -> MemoryPoint | None:
+        """The largest micro-batch that fits; `None` where none does."""
+        return next((point for point in reversed(self.points) if point.fits), None)
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """The number of micro-batches of `best`; `None` where nothing fits."""
+        return self.best.num_microbatches if self.best else None
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """The examples of a micro-batch of `best`; `None` where nothing fits."""
+        return self.best.microbatch_size if self.best else None
+
+    @property
+    def needs_accumulation(self) -> bool:
+        """Whether the whole batch is too large, so that it has to be cut."""
+        return self.num_microbatches != 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """All attributes and properties in plain values, for `json`."""
+        names = ("num_microbatches", "microbatch_size", "needs_accumulation")
+        points = [dataclasses.asdict(p) | {"total_bytes": p.total_bytes} for p in self.points]
+        known = {name: getattr(self, name) for name in names}
+        return dataclasses.asdict(self) | known | {"points": points}
+
+    def __str__(self) -> str:
+        many = self.data_parallel > 1
+        devices = f" on {self.data_parallel} devices" if many else ""
+        limit = f"{bytes_text(self.limit_bytes)}{' each' if many else ''}"
+        refused = [
+            f"{p.microbatch_size:,} examples: the compiler refused, {p.refusal}"
+            for p in self.points
+            if p.refusal
+        ]
+        return "\n".join(
+            [
+                f"an optimizer step of {self.examples_per_step:,} examples{devices}, {limit}",
+                *columns([_HEADER, *(point._row() for point in self.points)]),
+                *refused,
+                self._verdict(),
+            ]
+        )
+
+    def _verdict(self) -> str:
+        best, smallest = self.best, self.points[0]
+        if best is None:
+            total, memory = smallest.total_bytes, smallest.memory
+            need = "is more than the compiler allows"
+            if total is not None and memory is not None:
+                parts = bytes_text(total), bytes_text(memory.arguments)
+                need = "needs {}, {} of it for arguments".format(*parts)
+            return (
+                f"Nothing fits: a micro-batch of {smallest.microbatch_size:,} {need}. Shard or "
+                "shrink the parameters and the optimizer state, donate them, or rematerialise."
+            )
+        if best.num_microbatches == 1:
+            return "The whole batch fits: no accumulation is needed."
+        return (
+            f"The largest that fits: num_microbatches={best.num_microbatches}, micro-batches of "
+            f"{best.microbatch_size:,}, {bytes_text(best.total_bytes or 0)}."
+        )
 
 
 def fit_microbatch(
@@ -71,10 +206,10 @@ def fit_microbatch(
       >>> fit.num_microbatches, fit.microbatch_size, fit.needs_accumulation
       (4, 128, True)
     """
-    examples = _integer("examples_per_step", examples_per_step)
-    devices = _integer("data_parallel", data_parallel)
-    if limit_bytes is not None:
-        limit_bytes = _integer("limit_bytes", limit_bytes)
+    given = {"examples_per_step": examples_per_step, "data_parallel": data_parallel}
+    given |= {} if limit_bytes is None else {"limit_bytes": limit_bytes}
+    given = {name: checks.integer("fit_microbatch", name, value) for name, value in given.items()}
+    examples, devices = given["examples_per_step"], given["data_parallel"]
     if not callable(make_step):
         raise TypeError(
             "fit_microbatch: `make_step` must be a function of the number of micro-batches that "
@@ -88,7 +223,7 @@ def fit_microbatch(
             f"fit_microbatch: `examples_per_step` must be a multiple of `data_parallel`, "
             f"{devices}, got {examples}. Use {below}{above}."
         )
-    search = _Search(make_step, rows, limit_bytes, stream)
+    search = _Search(make_step, rows, given.get("limit_bytes"), stream)
     candidates = _candidates(rows, uneven)
     if curve:
         for number in candidates:
@@ -101,10 +236,6 @@ def fit_microbatch(
                 low, high = (middle, high) if search.at(candidates[middle]).fits else (low, middle)
     points = sorted(search.points.values(), key=lambda point: -point.num_microbatches)
     return MemoryFit(search.limit or 0, examples, devices, tuple(points))
-
-
-def _integer(name: str, value: Any) -> int:
-    return checks.integer("fit_microbatch", name, value)
 
 
 def _candidates(rows: int, uneven: bool) -> list[int]:
@@ -120,10 +251,7 @@ class _Search:
     """Compiles on demand, each number of micro-batches once."""
 
     def __init__(self, make_step: Any, rows: int, limit: int | None, stream: bool):
-        self.make_step = make_step
-        self.rows = rows
-        self.limit = limit
-        self.stream = stream
+        self.make_step, self.rows, self.limit, self.stream = make_step, rows, limit, stream
         self.points: dict[int, MemoryPoint] = {}
 
     def at(self, number: int) -> MemoryPoint:
@@ -136,7 +264,7 @@ class _Search:
         fn, args, kwargs = self._step(number, size)
         if self.limit is None:
             self.limit = _device_limit(args, kwargs)
-        start = time.perf_counter()
+        start, refusal, compiled = time.perf_counter(), None, None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
@@ -145,26 +273,27 @@ class _Search:
                 compiled = lowered.compile()
             except jax.errors.JaxRuntimeError as error:
                 # Compilers for a device of known memory refuse what is larger.
-                if not any(text in str(error) for text in _TOO_LARGE):
-                    raise
-                compiled = None
+                refusal = str(error).partition("\n")[0]
         seconds = time.perf_counter() - start
-        program = hlo.parse(compiled.as_text()) if compiled is not None else None
-        devices = program.num_devices if program is not None else len(_devices(args, kwargs))
-        memory, code = _memory(compiled) if compiled is not None else (None, 0)
-        total = total_of(memory, code) if memory is not None else None
+        memory, code, moved, devices = None, 0, None, len(_devices(args, kwargs))
         repeat = number if self.stream else 1
-        moved = _moved(compiled, program) if program is not None else None
-        return MemoryPoint(
+        if compiled is not None:
+            program = hlo.parse(compiled.as_text())
+            memory, code = cost.memory_of(compiled)
+            moved, devices = repeat * cost.accessed_bytes(compiled, program), program.num_devices
+        point = MemoryPoint(
             num_microbatches=number,
             microbatch_size=size,
             memory=memory,
             code_bytes=code,
-            fits=total is not None and total <= (self.limit or 0),
+            fits=False,
             flops=repeat * cost.flops_of(traced.jaxpr.jaxpr) // max(1, devices),
-            moved_bytes=repeat * moved if moved is not None else None,
+            moved_bytes=moved,
             compile_seconds=seconds,
+            refusal=refusal,
         )
+        total = point.total_bytes
+        return dataclasses.replace(point, fits=total is not None and total <= self.limit)
 
     def _step(self, number: int, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         values = {"num_microbatches": number, "microbatch_size": size}
@@ -208,32 +337,3 @@ def _device_limit(args: Any, kwargs: Any) -> int:
             "Pass what one device may hold, for example `limit_bytes=16 * 2**30`."
         )
     return int(stats["bytes_limit"])
-
-
-def _memory(compiled: Any) -> tuple[Memory, int]:
-    stats = compiled.memory_analysis()
-    if stats is None:
-        raise ValueError(
-            "fit_microbatch: the backend tells nothing of a compiled step's memory. Compile for "
-            "another platform."
-        )
-    memory = Memory(
-        int(stats.argument_size_in_bytes),
-        int(stats.output_size_in_bytes),
-        int(stats.alias_size_in_bytes),
-        int(stats.temp_size_in_bytes),
-    )
-    return memory, int(stats.generated_code_size_in_bytes)
-
-
-def _moved(compiled: Any, program: hlo.Program) -> int:
-    """The bytes that a step moves: XLA's count, where it has one, with the loops repeated."""
-    once, often = cost.moved_bytes(program)
-    try:
-        counted = compiled.cost_analysis()
-    except (NotImplementedError, jax.errors.JaxRuntimeError):
-        counted = None
-    counted = counted[0] if isinstance(counted, list) and counted else counted
-    if not counted or "bytes accessed" not in counted or not once:
-        return often
-    return round(counted["bytes accessed"] * often / once)

@@ -1,9 +1,11 @@
 """From tokens per optimizer step to micro-batches, on paper."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxaccum.core import checks
+from jaxaccum.core.text import columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,25 +52,19 @@ class WindowPlan:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        number, length = self.num_microbatches, self.sequence_length
-        rows = [
-            ("sequences" if length else "examples", self.sequences_per_microbatch),
-            ("micro-batches", 1),
-        ]
+        length = self.sequence_length
+        rows = [("sequences" if length else "examples", self.sequences_per_microbatch)]
         if length:
             rows.insert(0, ("tokens", self.tokens_per_microbatch or 0))
-        lines = [["", "optimizer step", "device", "micro-batch"]]
-        for name, amount in rows:
-            counts = (amount * number * self.data_parallel, amount * number, amount)
-            lines.append([name, *(f"{n:,}" for n in counts)])
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        table = [
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-            for line in lines
-        ]
+        per_device = self.num_microbatches
+        table: list[tuple[str, ...]] = [("", "optimizer step", "device", "micro-batch")]
+        for name, amount in [*rows, ("micro-batches", 1)]:
+            counts = (amount * per_device * self.data_parallel, amount * per_device, amount)
+            table.append((name, *(f"{n:,}" for n in counts)))
         devices = f"{self.data_parallel} device{'s' if self.data_parallel > 1 else ''}"
         of = f", sequences of {length:,} tokens" if length else ""
-        return "\n".join([f"num_microbatches={number} on {devices}{of}", *table])
+        head = f"num_microbatches={per_device} on {devices}{of}"
+        return "\n".join([head, *columns(table, names=1)])
 
 
 def plan_window(
@@ -166,9 +162,7 @@ def _only(arguments: dict[str, Any]) -> tuple[str, int]:
 
 def _divide(name: str, target: int, factors: dict[str, int]) -> int:
     """`target` over the product of `factors`, which must be a whole number."""
-    unit = 1
-    for factor in factors.values():
-        unit *= factor
+    unit = math.prod(factors.values())
     number, rest = divmod(target, unit)
     if not rest:
         return number
