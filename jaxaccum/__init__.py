@@ -25,8 +25,8 @@ from jaxaccum.core.sums import WindowSums as WindowSums
 from jaxaccum.core.sums import finalize as finalize
 from jaxaccum.core.sums import merge as merge
 from jaxaccum.diagnostics.equivalence import check_equivalence as check_equivalence
-from jaxaccum.diagnostics.noise import NoiseScale as NoiseScale
-from jaxaccum.diagnostics.noise import noise_scale as noise_scale
+from jaxaccum.diagnostics.gradient_noise import NoiseScale as NoiseScale
+from jaxaccum.diagnostics.gradient_noise import noise_scale as noise_scale
 from jaxaccum.folds.cut import split as split
 from jaxaccum.folds.microbatch import microbatch as microbatch
 from jaxaccum.folds.model_state import Counted as Counted

@@ -1,6 +1,6 @@
 """Batches on the host: windows from a loader, constant shapes, packed rows, per-example keys."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -37,16 +37,21 @@ def windows(iterable: Iterable[Any], num_microbatches: int) -> Iterator[list[Any
     size = checks.integer("windows", "num_microbatches", num_microbatches)
     if not isinstance(iterable, Iterable):
         raise TypeError(f"windows: `iterable` must be iterable, got {checks.describe(iterable)}.")
-    return _windows(iterable, size)
+    return grouped(iterable, size, lambda micro_batch: 1)
 
 
-def _windows(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def grouped(
+    items: Iterable[Any], target: int, size_fn: Callable[[Any], int]
+) -> Iterator[list[Any]]:
+    """Lists of items, each closed by the item with which its sizes reach the target."""
     window: list[Any] = []
-    for micro_batch in iterable:
-        window.append(micro_batch)
-        if len(window) == size:
+    held = 0
+    for item in items:
+        window.append(item)
+        held += size_fn(item)
+        if held >= target:
             yield window
-            window = []
+            window, held = [], 0
     if window:
         yield window
 

@@ -3,6 +3,11 @@
 Sequences that a policy sampled have very different lengths, so by what a loss is divided matters,
 and papers differ in it. Each of their means is here as a `ja.Mean`, exact for any cut of the
 samples.
+
+References:
+  Zhihong Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
+  Models", 2024 (GRPO). Zichen Liu et al., "Understanding R1-Zero-Like Training: A Critical
+  Perspective", 2025 (Dr. GRPO).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,22 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxaccum import batches
 from jaxaccum.core import checks
-from jaxaccum.core.mean import Mean, mean
+from jaxaccum.core.mean import mean
 from jaxaccum.core.reducers import Max, Min
+from jaxaccum.losses.policy import clipped_loss, constant_mean, sequence_mean, token_mean
 
 __all__ = [
-    "Rollout",
-    "RolloutBatch",
-    "clipped_loss",
-    "close_windows",
-    "constant_mean",
-    "group_advantages",
-    "pad_rollouts",
-    "sequence_mean",
-    "token_mean",
-    "version_lag",
-]
+    "Rollout", "RolloutBatch", "clipped_loss", "close_windows", "constant_mean",
+    "group_advantages", "pad_rollouts", "sequence_mean", "token_mean", "version_lag",
+]  # fmt: skip
 
 
 class Rollout(NamedTuple):
@@ -100,33 +99,14 @@ def close_windows(
     """
     checks.one_of("close_windows", num_samples=num_samples, num_tokens=num_tokens)
     if num_samples is not None:
-        return _closed(samples, checks.integer("close_windows", "num_samples", num_samples), _one)
+        target = checks.integer("close_windows", "num_samples", num_samples)
+        return batches.grouped(samples, target, lambda sample: 1)
     target = checks.integer("close_windows", "num_tokens", num_tokens)
-    return _closed(samples, target, size_fn or _completion)
-
-
-def _one(sample: Any) -> int:
-    del sample
-    return 1
+    return batches.grouped(samples, target, size_fn or _completion)
 
 
 def _completion(sample: Any) -> int:
     return len(sample.tokens) - sample.prompt_length
-
-
-def _closed(
-    samples: Iterable[Any], target: int, size_fn: Callable[[Any], int]
-) -> Iterator[list[Any]]:
-    window: list[Any] = []
-    held = 0
-    for sample in samples:
-        window.append(sample)
-        held += size_fn(sample)
-        if held >= target:
-            yield window
-            window, held = [], 0
-    if window:
-        yield window
 
 
 def pad_rollouts(
@@ -192,9 +172,8 @@ def pad_rollouts(
 
 def _bucket(name: str, buckets: Sequence[int], needed: int) -> int:
     sizes = sorted(checks.integer("pad_rollouts", name, size) for size in buckets)
-    for size in sizes:
-        if size >= needed:
-            return size
+    if any(size >= needed for size in sizes):
+        return next(size for size in sizes if size >= needed)
     raise ValueError(
         f"pad_rollouts: `{name}` {sizes} hold at most {max(sizes, default=0)}, but {needed} are "
         "needed. Add a larger one."
@@ -221,11 +200,6 @@ def group_advantages(
     Raises:
       ValueError: the samples do not make whole groups.
 
-    References:
-      Zhihong Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open
-      Language Models", 2024 (GRPO). Zichen Liu et al., "Understanding R1-Zero-Like Training: A
-      Critical Perspective", 2025 (Dr. GRPO).
-
     Example:
       >>> group_advantages([1.0, 3.0, 5.0, 5.0], 2, scale=False).tolist()
       [-1.0, 1.0, 0.0, 0.0]
@@ -245,145 +219,6 @@ def group_advantages(
     if scale:
         advantages = advantages / (groups.std(1, keepdims=True) + epsilon)
     return advantages.reshape(-1)
-
-
-def clipped_loss(
-    log_probs: jax.Array,
-    old_log_probs: jax.Array,
-    *,
-    advantages: jax.Array,
-    clip: float = 0.2,
-    clip_high: float | None = None,
-) -> jax.Array:
-    """The clipped objective of each token, to be minimised.
-
-    `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip_high) * A)` with `ratio = exp(log_probs -
-    old_log_probs)`.
-
-    Args:
-      log_probs: of the tokens under the policy that is trained; `[rows, tokens]`.
-      old_log_probs: under the policy that sampled them; the same shape.
-      advantages: `[rows]`.
-      clip: how far the ratio counts downwards.
-      clip_high: how far upwards, `clip` by default; DAPO takes 0.28 with 0.2.
-
-    Returns:
-      `[rows, tokens]`; give it to one of the means below.
-
-    Raises:
-      ValueError: the shapes do not fit.
-
-    References:
-      John Schulman et al., "Proximal Policy Optimization Algorithms", 2017. Qiying Yu et al.,
-      "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025 (`clip_high`).
-
-    Example:
-      >>> values = clipped_loss(jnp.log(jnp.array([[1.0, 2.0]])), jnp.zeros((1, 2)),
-      ...                       advantages=jnp.ones(1))
-      >>> print(values)
-      [[-1.  -1.2]]
-    """
-    shape = jnp.shape(log_probs)
-    rows = shape[:1] if len(shape) == 2 else None
-    if jnp.shape(old_log_probs) != shape or jnp.shape(advantages) != rows:
-        raise ValueError(
-            "clipped_loss: `log_probs` and `old_log_probs` must have one shape [rows, tokens], and "
-            f"`advantages` one number for each row, got {checks.describe(log_probs)}, "
-            f"{checks.describe(old_log_probs)} and {checks.describe(advantages)}."
-        )
-    ratio = jnp.exp(log_probs - old_log_probs)
-    high = clip if clip_high is None else clip_high
-    advantages = advantages[:, None]
-    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip, 1 + high) * advantages)
-
-
-def sequence_mean(values: jax.Array, mask: jax.Array) -> Mean:
-    """The mean over sequences of each sequence's own mean: GRPO, "sample level".
-
-    `total = sum_i sum_t values_it / length_i`, `weight = sequences`. Tokens of long sequences count
-    less. A sequence without a token is not counted.
-
-    Args:
-      values: per-token losses `[rows, tokens]`.
-      mask: bool, the same shape; where a completion token is.
-
-    Returns:
-      A `Mean`.
-
-    References:
-      Zhihong Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open
-      Language Models", 2024.
-
-    Example:
-      >>> mask = jnp.array([[True, False], [True, True]])
-      >>> print(sequence_mean(jnp.array([[1.0, 9.0], [2.0, 4.0]]), mask).value)
-      2.0
-    """
-    _check_mask("sequence_mean", values, mask)
-    lengths = mask.sum(1)
-    sums = jnp.where(mask, values, jnp.zeros_like(values)).astype(jnp.float32).sum(1)
-    return mean(sums / jnp.maximum(lengths, 1), where=lengths > 0)
-
-
-def token_mean(values: jax.Array, mask: jax.Array) -> Mean:
-    """The mean over all tokens of the window: DAPO, "token level".
-
-    `total = sum_i sum_t values_it`, `weight = tokens`. Every token counts alike.
-
-    Args:
-      values: per-token losses `[rows, tokens]`.
-      mask: bool, the same shape; where a completion token is.
-
-    Returns:
-      A `Mean`.
-
-    References:
-      Qiying Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025.
-
-    Example:
-      >>> mask = jnp.array([[True, False], [True, True]])
-      >>> print(token_mean(jnp.array([[1.0, 9.0], [2.0, 6.0]]), mask).value)
-      3.0
-    """
-    _check_mask("token_mean", values, mask)
-    return mean(values, where=mask)
-
-
-def constant_mean(values: jax.Array, mask: jax.Array, *, length: float) -> Mean:
-    """The sum over tokens, divided by the sequences and a constant length: Dr. GRPO.
-
-    `total = sum_i sum_t values_it`, `weight = sequences * length`. Neither long nor short sequences
-    are favoured. A sequence without a token is not counted.
-
-    Args:
-      values: per-token losses `[rows, tokens]`.
-      mask: bool, the same shape; where a completion token is.
-      length: the constant, such as the largest completion length.
-
-    Returns:
-      A `Mean`.
-
-    References:
-      Zichen Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", 2025.
-
-    Example:
-      >>> mask = jnp.array([[True, False], [True, True]])
-      >>> print(constant_mean(jnp.array([[1.0, 9.0], [2.0, 5.0]]), mask, length=4).value)
-      1.0
-    """
-    _check_mask("constant_mean", values, mask)
-    if not checks.number("constant_mean", "length", length) > 0:
-        raise ValueError(f"constant_mean: `length` must be positive, got {length!r}.")
-    return Mean(mean(values, where=mask).total, mask.any(1).sum() * length)
-
-
-def _check_mask(function: str, values: Any, mask: Any) -> None:
-    if jnp.shape(mask) != jnp.shape(values) or jnp.ndim(mask) != 2 or mask.dtype != bool:
-        raise ValueError(
-            f"{function}: `values` and `mask` must have one shape [rows, tokens], and `mask` must "
-            f"be boolean, got {checks.describe(values)} and {checks.describe(mask)}. Compare or "
-            "broadcast first, for example `mask > 0`."
-        )
 
 
 def version_lag(version: Any, current: Any, real: jax.Array) -> dict[str, Any]:

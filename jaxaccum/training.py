@@ -12,7 +12,7 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.reducers import Sum
 from jaxaccum.core.sums import finalize
-from jaxaccum.diagnostics.noise import NoiseScale, noise_scale
+from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
 from jaxaccum.folds import faults
 from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.inner import in_one_precision

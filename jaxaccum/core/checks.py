@@ -178,3 +178,18 @@ def is_inexact(x: Any) -> bool:
 def all_finite(arrays: Sequence[Any]) -> jax.Array:
     """Whether no entry of any array is nan or infinite; a boolean scalar."""
     return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
+
+
+def mask(function: str, name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """`value` as a boolean array of this shape."""
+    value = jnp.asarray(value)
+    if value.dtype != jnp.bool_:
+        raise TypeError(
+            f"{function}: `{name}` must be boolean, got {describe(value)}. Compare first, for "
+            f"example `{name} > 0`."
+        )
+    if value.shape != shape:
+        raise ValueError(
+            f"{function}: `{name}` must have the shape {shape}, got {describe(value)}."
+        )
+    return value

@@ -2,7 +2,7 @@
 
 from jaxaccum.diagnostics.equivalence import EquivalenceReport, check_equivalence
 from jaxaccum.diagnostics.faults import Finding
-from jaxaccum.diagnostics.noise import (
+from jaxaccum.diagnostics.gradient_noise import (
     BatchAdvice,
     NoiseScale,
     NoiseTracker,

@@ -6,10 +6,17 @@ combined statistics. Differentiating through both gives the gradient of the full
 the micro-batches' own losses gives the gradient of something else.
 """
 
-from jaxaccum.losses.classes import Overlap, dice, f_score, overlap
-from jaxaccum.losses.experts import Routing, load_balance, routing
 from jaxaccum.losses.pairs import contrastive, contrastive_fn
 from jaxaccum.losses.sequences import sequence_mean
+from jaxaccum.losses.statistics import (
+    Overlap,
+    Routing,
+    dice,
+    f_score,
+    load_balance,
+    overlap,
+    routing,
+)
 
 __all__ = [
     "Overlap",

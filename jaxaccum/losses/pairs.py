@@ -10,7 +10,6 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat
 from jaxaccum.folds.microbatch import microbatch
-from jaxaccum.losses import arguments
 
 
 def contrastive(
@@ -60,7 +59,7 @@ def contrastive(
         )
     kept = None
     if where is not None:
-        kept = arguments.mask("contrastive", where, a.shape[:1])
+        kept = checks.mask("contrastive", "where", where, a.shape[:1])
         # Dropped at the source: a zero times a nan in a product's derivative would be a nan.
         a, b = (jnp.where(kept[:, None], x, jnp.zeros_like(x)) for x in (a, b))
     dtype = compat.promote(a, b, jnp.float32)
@@ -159,11 +158,9 @@ def contrastive_fn(
                 f"{checks.describe(out)}."
             )
         rows = jnp.shape(out[0])[:1]
-        where = (
-            arguments.mask("contrastive_fn", out[2], rows)
-            if len(out) == 3
-            else jnp.ones(rows, bool)
-        )
+        where = jnp.ones(rows, bool)
+        if len(out) == 3:
+            where = checks.mask("contrastive_fn", "where", out[2], rows)
         return Concat((out[0], out[1])), Concat(where)
 
     # What does not run is filled with zeros, so that its `where` is false.

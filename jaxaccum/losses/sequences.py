@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean, divide, mean
-from jaxaccum.losses import arguments
 
 
 def sequence_mean(values: Any, segment_ids: Any, *, where: Any = None) -> Mean:
@@ -48,7 +47,7 @@ def sequence_mean(values: Any, segment_ids: Any, *, where: Any = None) -> Mean:
         )
     kept = segment_ids != 0
     if where is not None:
-        kept = kept & arguments.mask("sequence_mean", where, values.shape)
+        kept = kept & checks.mask("sequence_mean", "where", where, values.shape)
     values = jnp.where(kept, values, jnp.zeros_like(values))
     values = values.astype(compat.promote(values, jnp.float32))
     rows, length = values.shape
