@@ -176,7 +176,8 @@ def train(args, loss_fn, params, batches, validation_batches):
 
     def validation_loss(params) -> float:
         # The batches' means are merged, not averaged: every token counts once.
-        return float(ja.merge(*[evaluate(params, batch) for batch in validation_batches]).value)
+        means = [evaluate(params, batch) for batch in validation_batches]
+        return float(functools.reduce(ja.merge, means).value)
 
     params, state = jax.tree.map(jnp.copy, params), init(params)  # the step takes both over
     with tqdm(total=args.steps, unit="step", dynamic_ncols=True) as bar:
@@ -268,7 +269,7 @@ def make_mean_of_means_step(loss_fn, optimizer, num_microbatches: int):
             losses.append(loss)
         # The reported loss is the mean over all tokens here too: the curves differ only in what
         # the parameters became.
-        return params, state, ja.merge(*losses).value
+        return params, state, functools.reduce(ja.merge, losses).value
 
     return multi_steps.init, step
 

@@ -159,18 +159,22 @@ def test_a_good_window_is_what_it_was():
         assert (a.dtype, a) == (b.dtype, b)
 
 
-@pytest.mark.parametrize("value", [True, np.True_, "micro_batch"])
+@pytest.mark.parametrize("value", [True, np.True_])
 def test_the_name_of_the_first_policy(value):
     f = ja.accumulate(linear, num_microbatches=4, skip_nonfinite=value)
     window = ja.finalize(f(1.0, strided(1, NAN, 3, 5)))
     assert (window.grads, window.num_skipped, window.num_microbatches) == (3, 1, 3)
 
 
-@pytest.mark.parametrize("value", ["windows", 2, None, "yes"])
+@pytest.mark.parametrize("value", ["micro_batch", "windows", 2, None, "yes", np.ones(2)], ids=str)
 def test_other_policies_are_refused(value):
     message = "`skip_nonfinite` must be False, True"
-    with pytest.raises(ValueError, match=message):
-        ja.accumulate(linear, num_microbatches=1, skip_nonfinite=value)
+    for factory in (ja.accumulate, ja.value_and_grad):
+        with pytest.raises(ValueError, match=message):
+            factory(linear, num_microbatches=1, skip_nonfinite=value)
+    for factory in (ja.multi_steps, lambda tx, n, **kw: ja.train_step(linear, tx, **kw)):
+        with pytest.raises(ValueError, match=message):
+            factory(optax.sgd(1.0), 2, skip_nonfinite=value)
 
 
 def test_a_dropped_window_takes_its_carried_outputs_with_it():

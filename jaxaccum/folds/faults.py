@@ -25,11 +25,11 @@ def policy(function: str, value: Any) -> str | None:
     """
     if isinstance(value, bool | np.bool_):
         return MICRO_BATCH if value else None
-    if value in (MICRO_BATCH, WINDOW):
-        return str(value)
+    if isinstance(value, str) and value == WINDOW:
+        return WINDOW
     raise ValueError(
-        f'{function}: `skip_nonfinite` must be False, True, "micro_batch" (the same) or "window", '
-        f"got {value!r}."
+        f"{function}: `skip_nonfinite` must be False, True (leaves out a micro-batch) or "
+        f'"window" (leaves out the whole window), got {value!r}.'
     )
 
 

@@ -49,7 +49,7 @@ def multi_steps(
     *,
     axis_name: str | Sequence[str] | None = None,
     accumulator: accumulators.Accumulator | None = None,
-    skip_nonfinite: bool | Literal["micro_batch", "window"] = False,
+    skip_nonfinite: bool | Literal["window"] = False,
     max_bad_windows: int | None = None,
     loss_scale: loss_scaling.LossScale | None = None,
     mean_args: Sequence[str] = ("value",),
