@@ -91,7 +91,9 @@ def _check(node: Any, max_skipped: int | None) -> None:
                     "Count in float32, `ja.Mean(total, weight.astype(jnp.float32))`, or make the "
                     "window shorter."
                 )
-        counted = any(weight != 0 for weight in weights)
+        # Where denominators were given, a window without weight has a loss as well.
+        updated = isinstance(node, StepInfo) and bool(np.asarray(node.updated).any())
+        counted = updated or any(weight != 0 for weight in weights)
         norm = {"grad_norm": node.grad_norm} if isinstance(node, StepInfo) else {}
         for key, value in {"loss": node.loss, **norm}.items():
             if counted and not np.isfinite(np.asarray(value)):

@@ -127,8 +127,8 @@ def train_step(
         beside its parameters. FP8 scaling state is combined by its largest values.
 
     Returns:
-      `step(state, batch, *args, key=None, num_real=None)`, which returns the new state and a
-      `ja.StepInfo`.
+      `step(state, batch, *args, key=None, num_real=None, denominators=None)`, which returns the
+      new state and a `ja.StepInfo`.
 
     Raises:
       ValueError: the model has mutable collections and `model_state` was not said; or as
@@ -161,7 +161,12 @@ def train_step(
         return _with_collections(out, collections, options.get("has_aux", False))
 
     def step_fn(
-        state: TrainState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+        state: TrainState,
+        batch: Any,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        denominators: Any = None,
     ) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -183,7 +188,13 @@ def train_step(
             optimizer_step=jnp.asarray(state.step), inner_state=state.opt_state, model_state=given
         )
         params, progress, info = step(
-            state.params, progress, batch, *args, key=key, num_real=num_real
+            state.params,
+            progress,
+            batch,
+            *args,
+            key=key,
+            num_real=num_real,
+            denominators=denominators,
         )
         new_state = state.replace(
             step=progress.optimizer_step,

@@ -11,7 +11,7 @@ import optax
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.reducers import Sum
-from jaxaccum.core.sums import finalize
+from jaxaccum.core.sums import finalize, is_empty
 from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
 from jaxaccum.folds import faults
 from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
@@ -58,7 +58,7 @@ class StepInfo(NamedTuple):
       grad_norm: the global norm of the mean gradient, before any clipping.
       num_microbatches: the micro-batches of the window.
       num_skipped: the micro-batches that were left out.
-      updated: whether an optimizer step was applied; false for a window without weight.
+      updated: whether an optimizer step was applied; false for a window in which nothing counts.
       optimizer_step: the optimizer steps so far, this one included.
       weight_seen_carry: see `tokens_seen`.
       aux: the combined auxiliary outputs; `None` without `has_aux`.
@@ -101,7 +101,8 @@ class TrainStep(NamedTuple):
 
     Attributes:
       init: `init(params, model_state=None)` to the `StepState`.
-      step: `step(params, state, batch, *args, key=None, num_real=None)` to `(params, state, info)`.
+      step: `step(params, state, batch, *args, key=None, num_real=None, denominators=None)` to
+        `(params, state, info)`.
     """
 
     init: Callable[..., StepState]
@@ -120,10 +121,10 @@ def train_step(
     """A jitted training step: one window, one division, one optimizer step.
 
     `params + optimizer.update(sum_k grad_k / sum_k weight_k)`. Clipping, schedules and weight
-    decay in `optimizer` see the gradient of the whole window in float32. A window without weight
-    leaves parameters and optimizer state as they are. Integer parameters are left alone. Leaves
-    that `grad_reducers` combines otherwise than by `ja.Sum` hold no gradients but new values (FP8
-    scaling state), which replace the parameters.
+    decay in `optimizer` see the gradient of the whole window in float32. A window in which nothing
+    counts leaves parameters and optimizer state as they are. Integer parameters are left alone.
+    Leaves that `grad_reducers` combines otherwise than by `ja.Sum` hold no gradients but new values
+    (FP8 scaling state), which replace the parameters.
 
     Args:
       loss_fn: as in `ja.accumulate`.
@@ -142,7 +143,9 @@ def train_step(
 
     Returns:
       A `TrainStep`: `init(params, model_state=None)` and `step(params, state, batch, *args,
-      key=None, num_real=None)`, which returns the new parameters, the new state and a `StepInfo`.
+      key=None, num_real=None, denominators=None)`, which returns the new parameters, the new state
+      and a `StepInfo`. The keywords are those of `ja.accumulate`; with `denominators` a window
+      steps whatever its weight is.
 
     Raises:
       TypeError: `optimizer` is not a transformation, or as `ja.accumulate`.
@@ -197,7 +200,13 @@ def train_step(
         return first_state(inner_state, loss_scale, model_state)
 
     def step_fn(
-        params: Any, state: StepState, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+        params: Any,
+        state: StepState,
+        batch: Any,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        denominators: Any = None,
     ) -> tuple[Any, StepState, StepInfo]:
         _check_state(state, inner, params, marks)
         if (state.loss_scale is None) != (loss_scale is None):
@@ -212,6 +221,7 @@ def train_step(
             *args,
             key=key,
             num_real=num_real,
+            denominators=denominators,
             loss_scale=scale,
             model_state=state.model_state,
         )
@@ -229,7 +239,7 @@ def train_step(
         for other in counted[1:]:
             bigger = weights.reaches(other, largest)
             largest = jax.tree.map(lambda a, b, c=bigger: jnp.where(c, a, b), other, largest)
-        applying = ~jnp.stack([weights.is_zero(w) for w in counted]).all()
+        applying = ~is_empty(window_sums)
         bad = (window.num_microbatches == 0) & (window.num_skipped > 0)
         dropped, diverged = bad, state.diverged
         if limit is not None:

@@ -32,8 +32,8 @@ class WindowSums:
       num_skipped: how many were left out because they were not finite; int32 scalar.
       denominators: the tree of denominators that the terms' gradients were divided by, or `None`
         where the gradients are undivided.
-      denominators_given: static; whether the caller passed them. Sums whose denominators were
-        found from their own batch do not merge.
+      denominators_given: static; whether the caller passed them, so that a term counts whatever
+        its own weight is. Sums whose denominators were found from their own batch do not merge.
       grad_reducers: static; the reducer of each gradient leaf, or `None` where all are sums.
       noise: what `noise_scale` needs of the micro-batches; `None` without `noise_scale=True`.
       model_state: the model's state; with the policy "pooled" undivided sums (`.read()`).
@@ -202,13 +202,16 @@ def finalize(sums: WindowSums) -> Window:
 
     `grads = sums.grads / sums.weight` and `loss = sums.loss / sums.weight` for a loss of one term;
     for several terms the loss is the sum of each term's own mean, and the gradients, divided term
-    by term as they were summed, are taken as they are. A term of weight zero adds nothing.
+    by term as they were summed, are taken as they are. A term of weight zero adds nothing. Where
+    `denominators=` were given the loss is `sum_t sums.loss_t / denominators_t`, whatever the terms'
+    own weights are, and a term whose denominator is zero adds nothing.
 
     Args:
       sums: from `accumulate` or `merge`.
 
     Returns:
-      A `Window`. Where the weight is zero the gradients are exactly zero, the loss is nan.
+      A `Window`. Where nothing counts (no weight, or with given denominators no micro-batch) the
+      gradients are exactly zero, the loss is nan.
 
     Raises:
       TypeError: `sums` is not a `WindowSums`.
@@ -223,7 +226,8 @@ def finalize(sums: WindowSums) -> Window:
         loss = Mean(total, weight).value
         scale = weight
     else:
-        loss = _sum_of_means(totals, weights, jax.tree.leaves(sums.denominators))
+        loss = _sum_of_means(totals, jax.tree.leaves(sums.denominators), _counting(sums))
+        loss = jnp.where(is_empty(sums), np.asarray(jnp.nan, loss.dtype), loss)
         scale = None
     leaves, tree = jax.tree.flatten(sums.grads)
     reducers = sums.grad_reducers or (Addition(),) * len(leaves)
@@ -251,16 +255,47 @@ def finalize(sums: WindowSums) -> Window:
     )
 
 
-def _sum_of_means(totals: list[Any], weights: list[Any], denominators: list[Any]) -> jax.Array:
+def is_empty(sums: WindowSums) -> jax.Array:
+    """Whether nothing counts in the window, so that it has no mean; a boolean scalar.
+
+    No term has a weight; or, where `denominators=` were given, there is no micro-batch.
+    """
+    empty = ~jnp.stack([number != 0 for number in _counting(sums)]).any()
+    return empty | (sums.num_microbatches == 0) if sums.denominators_given else empty
+
+
+def cleared(sums: WindowSums) -> WindowSums:
+    """`sums` with gradients of exactly zero where nothing counts.
+
+    For gradients that were divided as they were summed: zero times a nan upstream of a term without
+    weight is still a nan.
+    """
+    if sums.denominators is None:
+        return sums
+    leaves, tree = jax.tree.flatten(sums.grads)
+    reducers = sums.grad_reducers or (Addition(),) * len(leaves)
+    empty = is_empty(sums)
+    grads = [
+        jnp.where(empty, jnp.zeros_like(x), x) if r.divides and not _is_float0(x) else x
+        for x, r in zip(leaves, reducers, strict=True)
+    ]
+    return dataclasses.replace(sums, grads=jax.tree.unflatten(tree, grads))
+
+
+def _counting(sums: WindowSums) -> list[jax.Array]:
+    """For each term the number that is zero where it adds nothing."""
+    by = sums.denominators if sums.denominators_given else sums.weight
+    return [jnp.asarray(number) for number in jax.tree.leaves(by)]
+
+
+def _sum_of_means(
+    totals: list[Any], denominators: list[Any], counting: list[jax.Array]
+) -> jax.Array:
     terms = []
-    for total, weight, denominator in zip(totals, weights, denominators, strict=True):
+    for total, denominator, number in zip(totals, denominators, counting, strict=True):
         term = divide(total, denominator, empty=0.0)
-        terms.append(jnp.where(jnp.asarray(weight) == 0, jnp.zeros_like(term), term))
-    loss = terms[0]
-    for term in terms[1:]:
-        loss = add(loss, term)
-    all_empty = jnp.stack([jnp.asarray(w) == 0 for w in weights]).all()
-    return jnp.where(all_empty, np.asarray(jnp.nan, loss.dtype), loss)
+        terms.append(jnp.where(number == 0, jnp.zeros_like(term), term))
+    return functools.reduce(add, terms)
 
 
 def _differing(denominators: Any) -> Any:

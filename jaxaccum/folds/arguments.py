@@ -115,10 +115,28 @@ def num_real(function: str, value: Any, number: int) -> Any:
     return value
 
 
+def check_denominators(function: str, given: Any) -> None:
+    """Refuses denominators by whose value nothing can be divided; what is traced may be zero.
+
+    Raises:
+      TypeError: they are not numbers.
+      ValueError: one is zero or not finite.
+    """
+    remedy = "`ja.denominators(loss_fn, ...)` returns them."
+    checks.arrays(function, given, name="denominators", remedy=remedy)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+        known = not isinstance(leaf, jax.core.Tracer) and np.ndim(leaf) == 0
+        if known and not (np.isfinite(leaf) and leaf != 0):
+            raise ValueError(
+                f"{function}: `denominators{jax.tree_util.keystr(path)}` must be finite and not "
+                f"zero, got {leaf}. Pass what the term is to be divided by, or leave a term in "
+                "which nothing counts out of the loss."
+            )
+
+
 def denominators(function: str, given: Any, terms: Any) -> list[Any]:
     """The leaves of `denominators`, checked against the terms of the loss."""
     remedy = "`ja.denominators(loss_fn, ...)` returns them."
-    checks.arrays(function, given, name="denominators", remedy=remedy)
     leaves, tree = jax.tree.flatten(given)
     if tree != terms:
         raise ValueError(

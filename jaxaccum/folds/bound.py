@@ -16,7 +16,7 @@ from jaxaccum.core.reducers import (
     reducers_of,
     reducers_of_sums,
 )
-from jaxaccum.core.sums import WindowSums
+from jaxaccum.core.sums import WindowSums, cleared
 from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.gradients import Differentiated
@@ -367,6 +367,7 @@ class Bound:
             noise=out["noise"],
             model_state=None if self.state is None else self.state.sums(out.get("state")),
         )
+        sums = cleared(sums)
         if not self.options.drops:
             return sums
         in_parts = any(self.grad_shards) or 1 in self.tree.positions

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import cut, devices, faults, shards, spmd, window_axis
+from jaxaccum.folds import arguments, cut, devices, faults, shards, spmd, window_axis
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.bound import Bound
 from jaxaccum.folds.model_state import check_policy
@@ -107,9 +107,10 @@ def accumulate(
       micro-batch's index, for `loss_fn` and for an accumulator that rounds stochastically.
       `num_real`, an int that may be traced, runs only the first so many micro-batches without
       recompilation.
-      `denominators`, a number for each loss term, replaces the terms' own. `loss_scale`, a scalar
-      that may be traced, multiplies the loss for the backward pass only: gradients come back
-      unscaled, each divided by it in float32 before it is added (see `ja.loss_scaling`).
+      `denominators`, a number for each loss term, replaces the terms' own: a term then counts
+      whatever its own weight is. Where it is traced and zero, the term adds nothing. `loss_scale`,
+      a scalar that may be traced, multiplies the loss for the backward pass only: gradients come
+      back unscaled, each divided by it in float32 before it is added (see `ja.loss_scaling`).
 
     Raises:
       TypeError: an option has the wrong type, or `loss_fn` returns something else than means.
@@ -341,6 +342,7 @@ def denominators(
 
 
 def _sums(options: Options, args: tuple[Any, ...], given: Given) -> WindowSums:
+    arguments.check_denominators(options.function, given.denominators)
     if options.spmd_axis_name is not None:
         return spmd.sums(options, args, given)
     return Bound(options, args, given).sums()
