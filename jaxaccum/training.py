@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.reducers import Sum
 from jaxaccum.core.sums import finalize, is_empty
@@ -261,7 +261,7 @@ def train_step(
         def types_of_updates() -> Any:
             # They are those that the updates have for gradients in the parameters' own types.
             given = jax.tree.leaves(trainable), state.inner_state, operands
-            return compat.types_of(lambda *xs: inner_fn(*xs)[0], *given)
+            return programs.types_of(lambda *xs: inner_fn(*xs)[0], *given)
 
         operands = (window.loss, trainable)
         try:

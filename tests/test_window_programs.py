@@ -10,6 +10,7 @@ from jax.extend import core as jex
 from oracles import ROWS, cut_name, cut_rows, problem, terms_loss, token_loss
 
 import jaxaccum as ja
+from jaxaccum.core import compat
 
 LOSSES = pytest.mark.parametrize("loss_fn", [token_loss, terms_loss], ids=["one term", "terms"])
 
@@ -156,7 +157,7 @@ def test_gradients_are_carried_in_float32(dtype):
     w, x = jnp.ones(5, dtype), jnp.ones((4, 5), dtype)
     jaxpr = jax.make_jaxpr(ja.value_and_grad(loss_fn, num_microbatches=4))(w, x)
     (scan,) = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "scan"]
-    carries = scan.outvars[: scan.params["num_carry"]]
+    carries = scan.outvars[: compat.scan_sizes(scan.params)[1]]
     sums = [carry.aval.dtype for carry in carries if carry.aval.shape == (5,)]
     assert sums == [jnp.float32]
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, programs
 from jaxaccum.diagnostics import faults
 from jaxaccum.diagnostics.faults import Finding
 from jaxaccum.diagnostics.probes import Parts, Probe, distance, narrowest
@@ -198,7 +198,7 @@ class _Check:
         if not (self.findings or probe.axes):
             self._library(full)
 
-    def _stage(self, whole: Any) -> compat.Staged:
+    def _stage(self, whole: Any) -> programs.Program:
         """The staged loss; device axes that it names are bound on the way."""
         for _ in range(4):
             try:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import compat
+from jaxaccum.core import programs
 from jaxaccum.diagnostics.probes import (
     Parts,
     Probe,
@@ -85,7 +85,7 @@ _IMPURE = Finding(
 )
 
 
-def impure(probe: Probe, staged: compat.Staged, rows: Any) -> Finding | None:
+def impure(probe: Probe, staged: programs.Program, rows: Any) -> Finding | None:
     """Whether a second trace, or a second run of the same program, gives something else."""
     try:
         again = probe.stage(rows)
@@ -100,7 +100,7 @@ def impure(probe: Probe, staged: compat.Staged, rows: Any) -> Finding | None:
     return None if all(np.array_equal(*pair, equal_nan=True) for pair in pairs) else _IMPURE
 
 
-def structural(probe: Probe, staged: compat.Staged, rows: Any) -> list[Finding]:
+def structural(probe: Probe, staged: programs.Program, rows: Any) -> list[Finding]:
     """What the program shows without its numbers."""
     found = []
     number = len(probe.terms)
@@ -331,7 +331,7 @@ def _rounds_totals(full: Parts, pieces: Sequence[Sequence[Parts]], term: int) ->
     return 1e-5 < max(gaps) < _CLOSE
 
 
-def shifted(probe: Probe, staged: compat.Staged, rows: Any) -> Finding | None:
+def shifted(probe: Probe, staged: programs.Program, rows: Any) -> Finding | None:
     """Whether the weight counts one position more in each sequence than the total sums."""
     number = len(probe.terms)
     shapes = [None] * 2 * number if probe.axes else summed_shapes(staged)

@@ -3,14 +3,14 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, labels, primitives, programs
 from jaxaccum.core.checks import describe, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import is_marked
@@ -129,7 +129,7 @@ class Probe:
             run = functools.partial(_alone, run, name)
         return run(moving)
 
-    def stage(self, rows: Any, *, devices: int = 1) -> compat.Staged:
+    def stage(self, rows: Any, *, devices: int = 1) -> programs.Program:
         """The program from the inputs `flat(rows)` to totals and weights."""
         number, tree = len(self.moving), jax.tree.structure(rows)
 
@@ -137,8 +137,7 @@ class Probe:
             return self.flat_fn(flat[:number], jax.tree.unflatten(tree, flat[number:]))
 
         env = [(name, devices) for name in self.axes]
-        staged = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
-        return compat.Staged(*staged(*self.flat(rows)))
+        return programs.stage(fn, *self.flat(rows), axis_env=env)
 
     def flat(self, rows: Any) -> list[Any]:
         """The inputs of a staged program: the parameters' inexact leaves, then the rows."""
@@ -179,20 +178,10 @@ def distance(a: np.ndarray, b: np.ndarray, size: np.ndarray) -> float:
     return 0.0 if gap == 0 else gap / scale if scale else float("inf")
 
 
-def eqns_of(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a program and of the programs inside it."""
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(compat.open_jaxpr(inner), "eqns"):
-                    yield from eqns_of(inner)
-
-
-def narrowest(staged: compat.Staged) -> Any:
+def narrowest(staged: programs.Program) -> Any:
     """The floating dtype of the fewest digits that a program computes in, float32 at most."""
     found = np.dtype(np.float32)
-    for eqn in eqns_of(staged.closed):
+    for eqn in programs.equations(staged.jaxpr):
         for var in eqn.outvars:
             dtype = getattr(var.aval, "dtype", None)
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -202,7 +191,7 @@ def narrowest(staged: compat.Staged) -> Any:
     return found
 
 
-def same_program(a: compat.Staged, b: compat.Staged) -> bool:
+def same_program(a: programs.Program, b: programs.Program) -> bool:
     """Whether two programs are the same, equation by equation, constants included."""
     texts = [re.sub("0x[0-9a-f]+", "", str(staged.closed)) for staged in (a, b)]
     constants = [jax.tree.leaves(staged.closed.consts) for staged in (a, b)]
@@ -212,40 +201,33 @@ def same_program(a: compat.Staged, b: compat.Staged) -> bool:
     )
 
 
-def callbacks(staged: compat.Staged) -> bool:
+def callbacks(staged: programs.Program) -> bool:
     """Whether a program calls the host."""
-    return any("callback" in eqn.primitive.name for eqn in eqns_of(staged.closed))
+    return any("callback" in eqn.primitive.name for eqn in programs.equations(staged.jaxpr))
 
 
-def draws(staged: compat.Staged) -> bool:
+def draws(staged: programs.Program) -> bool:
     """Whether a program draws random numbers from a key other than the one of the micro-batch."""
     still = compat.constant_key().dtype
     return any(
         eqn.primitive.name == "random_bits" and eqn.invars[0].aval.dtype != still
-        for eqn in eqns_of(staged.closed)
+        for eqn in programs.equations(staged.jaxpr)
     )
 
 
-def summed_shapes(staged: compat.Staged) -> list[tuple[int, ...] | None]:
+def summed_shapes(staged: programs.Program) -> list[tuple[int, ...] | None]:
     """The shape of what each output of a program is the sum of, `None` where that is not seen."""
-    jaxpr = compat.open_jaxpr(compat.inlined(staged).closed)
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    shapes: list[tuple[int, ...] | None] = []
-    for var in jaxpr.outvars:
-        shape = None
-        while not compat.is_literal(var) and var in made:
-            eqn = made[var]
-            inputs = [v for v in eqn.invars if not compat.is_literal(v) and v in made]
-            if eqn.primitive.name == "reduce_sum":
-                var = eqn.invars[0]
-                shape = tuple(var.aval.shape)
-            elif eqn.primitive.name in _KEEPING and len(inputs) == 1:
-                (var,) = inputs
-            else:
-                break
-        shapes.append(shape)
-    return shapes
 
+    def rule(eqn: Any, found: Sequence[Any]) -> list[Any]:
+        """The shape that went into a sum, or `()` for other results; inputs have none."""
+        made = [(f, v) for f, v in zip(found, eqn.invars, strict=True) if f is not None]
+        shape: tuple[int, ...] = ()
+        if eqn.primitive.name == "reduce_sum":
+            shape = found[0] or tuple(eqn.invars[0].aval.shape)
+        elif len(made) == 1 and programs.has(eqn, primitives.MULTIPLE):
+            ((own, v),) = made  # times a number, in another layout
+            shape = own if v.aval.size == eqn.outvars[0].aval.size else ()
+        return [shape] * len(eqn.outvars)
 
-# Through these a sum, times a number, stays that sum.
-_KEEPING = frozenset(["convert_element_type", "mul", "div", "neg", "copy", "reshape", "squeeze"])
+    inputs = [None] * len(staged.closed.in_avals)
+    return [shape or None for shape in labels.follow(staged.closed, inputs, rule).outs]

@@ -40,7 +40,8 @@ class Bound:
         self.options, self.args, self.batch = options, args, args[1]
         self.axes = devices.axes(name, options.axis_name)
         # Gradients stay local only of parameters that are typed as different on each device.
-        self.varied = devices.checked(self.axes).union(
+        self.checked = devices.checked(self.axes)
+        self.varied = self.checked.union(
             *(
                 compat.varying_axes(x)
                 for x in jax.tree.leaves(self.batch)
@@ -257,6 +258,9 @@ class Bound:
                 totals, weights, aux = loss(
                     [next(supply) if d else x for x, d in zip(flat, differentiated, strict=True)]
                 )
+                # Each device's own, also what it took from a statistic of all devices: only then
+                # is the gradient that of the sum over devices, as it is without checking.
+                totals = devices.vary(totals, self.checked)
                 value = totals[0]
                 if seeds is not None:
                     scaled = [s * t.astype(s.dtype) for s, t in zip(seeds, totals, strict=True)]

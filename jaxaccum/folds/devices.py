@@ -8,27 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, labels, primitives, programs
 from jaxaccum.core.mean import as_float, divide, kept_sum
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Moments, Reducer
 from jaxaccum.folds import shards
-
-_COLLECTIVES = {
-    "psum": "axes",
-    "psum2": "axes",
-    "psum_invariant": "axes",
-    "pmax": "axes",
-    "pmin": "axes",
-    "all_gather": "axis_name",
-    "all_gather_invariant": "axis_name",
-}
-
-# Through these a loss is a multiple of what went in: a psum behind them was taken of the loss
-# itself, not of something inside the model, such as synchronised batch statistics.
-_LINEAR = frozenset(
-    """add add_any sub neg mul div convert_element_type reshape squeeze broadcast_in_dim reduce_sum
-    select_n copy pcast pvary stop_gradient""".split()  # noqa: SIM905
-)
 
 
 def names_of(function: str, argument: str, value: Any) -> tuple[str, ...]:
@@ -236,55 +219,59 @@ def widened(collective: Any, x: jax.Array) -> jax.Array:
 
 
 def check_undivided(
-    function: str, staged: compat.Staged, number: int, names: Sequence[str]
+    function: str, program: programs.Program, number: int, names: Sequence[str]
 ) -> None:
     """Refuses a loss that was already reduced over the axes that the window reduces over.
 
     A psum of the loss inside the loss function makes gradients a device count too large, without
-    an error. Collectives inside the model, such as synchronised batch statistics, are fine.
+    an error. Collectives inside the model, such as synchronised batch statistics, are fine: what
+    is no multiple of their results may use them.
 
     Args:
       function: the public function's name.
-      staged: the loss; its first `number` flat outputs are totals, the next `number` weights.
+      program: the loss; its first `number` flat outputs are totals, the next `number` weights.
       number: how many terms the loss has.
       names: the mesh axes.
     """
-    jaxpr = compat.open_jaxpr(staged.closed)
-    for position, out in enumerate(jaxpr.outvars[: 2 * number]):
-        found = _reduced(jaxpr, out, frozenset(names))
-        if found:
+    inputs = [None] * len(program.closed.in_avals)
+    found = labels.follow(program.closed, inputs, _reduced_over(frozenset(names))).outs
+    for position, collective in enumerate(found[: 2 * number]):
+        if collective is not None:
             what = "total" if position < number else "weight"
             raise ValueError(
-                f"{function}: the loss function takes a `{found}` of its {what} over the axis "
+                f"{function}: the loss function takes a {collective} of its {what} over the axis "
                 f"{', '.join(map(repr, names))}, over which the window is reduced as well, so it "
                 "would count every device once more for each device. Return the local sum; "
                 "`axis_name` reduces it."
             )
 
 
-def _reduced(jaxpr: Any, out: Any, names: frozenset[str]) -> str | None:
-    """The collective over `names` that `out` is a multiple of, if there is one."""
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    queue, seen = [out], set()
-    while queue:
-        var = queue.pop()
-        if compat.is_literal(var) or var in seen or var not in made:
-            continue
-        seen.add(var)
-        eqn = made[var]
+def _reduced_over(names: frozenset[str]) -> programs.Rule:
+    """A rule that labels each value with the collective over `names` that it is a multiple of."""
+
+    def reduces(eqn: Any) -> bool:
+        alike = (primitives.SUM, primitives.EXTREME, primitives.GATHER)
+        known = primitives.is_known(eqn.primitive.name)
+        is_it = not known or any(programs.has(eqn, trait) for trait in alike)
+        return is_it and not names.isdisjoint(programs.axes_of(eqn))
+
+    def rule(eqn: Any, found: Sequence[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
-        if name in _COLLECTIVES and names & set(_names(eqn.params[_COLLECTIVES[name]])):
-            return name.removesuffix("2").removesuffix("_invariant")
-        inner = compat.wrapped(eqn)
-        if inner is not None:
-            inside = inner.outvars[eqn.outvars.index(var)]
-            found = _reduced(inner, inside, names)
-            if found:
-                return found
-        if name in _LINEAR or inner is not None:
-            queue += eqn.invars
-    return None
+        if reduces(eqn):
+            name = name.removesuffix("2").removesuffix("_invariant")
+            return [f"`{name}`"] * len(eqn.outvars)
+        if programs.has(eqn, primitives.MULTIPLE):
+            return labels.joined(eqn, found)
+        if primitives.is_known(name):
+            return [None] * len(eqn.outvars)
+        # It may hand on what it is given, or be a kernel of the model that was also given a
+        # statistic of all devices: the first is assumed where there is nothing else to work on,
+        # and where it holds a collective, which then may be its result.
+        given = [f for f, v in zip(found, eqn.invars, strict=True) if not programs.is_literal(v)]
+        label = labels.first(given) if None not in given else None
+        inside = (e for program in programs.programs_in(eqn) for e in programs.equations(program))
+        inner = next((e.primitive.name for e in inside if reduces(e)), None)
+        label = label or (inner and f"`{inner}`")
+        return [label and f"{label} behind `{name}`"] * len(eqn.outvars)
 
-
-def _names(axes: Any) -> tuple[Any, ...]:
-    return axes if isinstance(axes, tuple) else (axes,)
+    return rule

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaccum.core import compat
+from jaxaccum.core import programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
 
@@ -54,7 +54,7 @@ def _traces(fn: Any) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)
-            compat.stage(fn)
+            programs.stage(fn)
     except Exception:
         return False
     return True

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, labels, programs
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import Concat, Mark, Max, Min, is_marked
 
@@ -26,7 +26,7 @@ class Loss(NamedTuple):
       aux_tree: the tree structure of the auxiliary outputs, marks included.
     """
 
-    program: compat.Staged
+    program: programs.Program
     terms: Any
     aux_tree: Any
 
@@ -45,13 +45,11 @@ class Loss(NamedTuple):
         """
         n = self.terms.num_leaves
         outputs = len(self.program.closed.out_avals)
-        pruned, used = compat.prune(
-            self.program, [n <= i < 2 * n for i in range(outputs)], differentiated
-        )
-        moving = [d for d, u in zip(differentiated, used, strict=True) if u]
+        pruned, used = programs.prune(self.program, [n <= i < 2 * n for i in range(outputs)])
+        moving = [differentiated[i] for i in used]
         if any(moving):
             paths = _paths(self.terms)
-            for path, bad in zip(paths, compat.depends(pruned, moving), strict=True):
+            for path, bad in zip(paths, labels.moved(pruned, moving), strict=True):
                 if bad:
                     raise ValueError(
                         f"{function}: the weight of `loss{path}` has a gradient in the "
@@ -60,7 +58,10 @@ class Loss(NamedTuple):
                         "as a constant; use `ja.microbatch` for a loss that is a function of "
                         "window-wide sums."
                     )
-        return lambda flat: pruned(*[x for x, u in zip(flat, used, strict=True) if u])
+            # A custom derivative may hide that a count needs nothing of the model beside it.
+            pruned, again = programs.prune(pruned.opened(), [True] * n)
+            used = [used[i] for i in again]
+        return lambda flat: pruned(*[flat[i] for i in used])
 
 
 def stage_loss(
@@ -94,7 +95,7 @@ def stage_loss(
         trees[:] = [terms, jax.tree.structure(aux)]
         return [m.total for m in means], [m.weight for m in means], aux
 
-    program = compat.stage(flat_fn, *flat, axis_env=axis_env)
+    program = programs.stage(flat_fn, *flat, axis_env=axis_env)
     terms, aux_tree = trees
     totals, weights, aux = program.out_shape
     for path, total, weight in zip(_paths(terms), totals, weights, strict=True):

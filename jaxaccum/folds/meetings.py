@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxaccum.core import checks, compat, staging
+from jaxaccum.core import labels, primitives, programs
+from jaxaccum.core.programs import pick, put
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Reducer, Stack
 from jaxaccum.folds import devices
 
@@ -16,8 +17,6 @@ _EXTREMES: dict[str, tuple[Reducer, Callable[..., Any]]] = {
     "pmax": (Maximum(), lax.pmax),
     "pmin": (Minimum(), lax.pmin),
 }
-_SUMS = ("psum", "psum2", "psum_invariant")
-_GATHERS = ("all_gather", "all_gather_invariant")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,12 +38,16 @@ class Meeting:
     @property
     def uniform(self) -> bool:
         """Whether every micro-batch takes away the same."""
-        return self.eqn.primitive.name in (*_SUMS, *_EXTREMES, *_GATHERS)
+        alike = (primitives.SUM, primitives.EXTREME, primitives.GATHER)
+        return any(self._has(trait) for trait in alike)
 
     @property
     def differentiable(self) -> bool:
         """Whether a gradient passes it."""
-        return self.eqn.primitive.name not in _EXTREMES
+        return not self._has(primitives.EXTREME)
+
+    def _has(self, trait: str) -> bool:
+        return programs.has(self.eqn, trait)
 
     def check(self, function: str) -> None:
         """Refuses what has no meaning here.
@@ -55,73 +58,65 @@ class Meeting:
         name = self.eqn.primitive.name
         if self.eqn.params.get("axis_index_groups") is not None:
             raise ValueError(
-                f"{function}: `{name}` (at {compat.where(self.eqn)}) has `axis_index_groups`, but "
-                f"`window_axis_name` {self.axis!r} has no groups. Leave them out."
+                f"{function}: `{name}` (at {programs.where(self.eqn)}) has `axis_index_groups`, "
+                f"but `window_axis_name` {self.axis!r} has no groups. Leave them out."
             )
         if self._rest() and not self.uniform:
             raise ValueError(
-                f"{function}: `{name}` (at {compat.where(self.eqn)}) works over several axes, "
-                f"{staging.axes_of(self.eqn)}. With `window_axis_name` only `psum`, `pmean`, "
+                f"{function}: `{name}` (at {programs.where(self.eqn)}) works over several axes, "
+                f"{programs.axes_of(self.eqn)}. With `window_axis_name` only `psum`, `pmean`, "
                 "`pmax`, `pmin` and `all_gather` do; take the axes one after the other."
             )
 
     def _rest(self) -> tuple[str, ...]:
-        return tuple(name for name in staging.axes_of(self.eqn) if name != self.axis)
+        return tuple(name for name in programs.axes_of(self.eqn) if name != self.axis)
 
     def reducers(self) -> list[Reducer]:
         """How the operands of all micro-batches are brought together."""
-        name = self.eqn.primitive.name
-        if name in _SUMS:
+        if self._has(primitives.SUM):
             return [Addition()] * len(self.local)
-        if name in _EXTREMES:
-            return [_EXTREMES[name][0]] * len(self.local)
-        if name in _GATHERS:
+        if self._has(primitives.EXTREME):
+            return [_EXTREMES[self.eqn.primitive.name][0]] * len(self.local)
+        if self._has(primitives.GATHER):
             return [Stack()] * len(self.local)
         return [Stack() if local else Latest() for local in self.local]
 
     def combine(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """What every micro-batch takes away; `[size, ...]` where that differs (`uniform`)."""
-        name, rest = self.eqn.primitive.name, self._rest()
-        if name in _SUMS:
+        rest = self._rest()
+        if self._has(primitives.SUM):
             out = list(lax.psum(list(operands), rest)) if rest else list(operands)
-        elif name in _EXTREMES:
-            over = _EXTREMES[name][1]
+        elif self._has(primitives.EXTREME):
+            over = _EXTREMES[self.eqn.primitive.name][1]
             out = [devices.widened(lambda x: over(x, rest), x) if rest else x for x in operands]
-        elif name in _GATHERS:
+        elif self._has(primitives.GATHER):
             out = [self._gather(x) for x in operands]
         else:
-            out = self._vmapped(lambda *xs: compat.bind(self.eqn, xs))(*operands)
+            out = self._vmapped(lambda *xs: programs.bind(self.eqn, xs))(*operands)
         return [x.astype(v.aval.dtype) for x, v in zip(out, self.eqn.outvars, strict=True)]
 
     def combine_with_pull(self, operands: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
         """`combine`, and the function from cotangents of its results to those of its operands."""
         if self.uniform:
             return jax.vjp(lambda xs: self.combine(xs), list(operands))
-        moving = [checks.is_inexact(v.aval) for v in self.eqn.invars]
-        wanted = [checks.is_inexact(v.aval) for v in self.eqn.outvars]
+        moving, wanted = labels.inexact(self.eqn.invars), labels.inexact(self.eqn.outvars)
 
         def pull_one(xs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             def at(*some: Any) -> list[Any]:
-                supply = iter(some)
-                full = [next(supply) if m else x for m, x in zip(moving, xs, strict=True)]
-                outs = compat.bind(self.eqn, full)
-                return [out for out, w in zip(outs, wanted, strict=True) if w]
+                return pick(programs.bind(self.eqn, put(xs, some, moving)), wanted)
 
-            found = jax.vjp(at, *[x for m, x in zip(moving, xs, strict=True) if m])[1](cotangents)
-            supply = iter(found)
-            full = [next(supply) if m else None for m in moving]
+            found = jax.vjp(at, *pick(xs, moving))[1](cotangents)
             return [
                 c if local or c is None else lax.psum(c, self.axis)
-                for c, local in zip(full, self.local, strict=True)
+                for c, local in zip(put([None] * len(xs), found, moving), self.local, strict=True)
             ]
 
         # The rule runs inside of the axis, as a custom derivative may meet in it.
         def pull(cotangents: Sequence[Any]) -> tuple[list[Any]]:
-            cotangents = [c for c, w in zip(cotangents, wanted, strict=True) if w]
             places = ([0 if local else None for local in self.local], 0)
             outs = [0 if local else None for local in self.local]
             run = jax.vmap(pull_one, places, outs, axis_name=self.axis, axis_size=self.size)
-            return (run(list(operands), cotangents),)
+            return (run(list(operands), pick(cotangents, wanted)),)
 
         return self.combine(operands), pull
 
@@ -131,7 +126,7 @@ class Meeting:
 
     def _gather(self, stack: jax.Array) -> jax.Array:
         """`all_gather` of a stack `[size, ...]`, over devices too."""
-        params, names = self.eqn.params, staging.axes_of(self.eqn)
+        params, names = self.eqn.params, programs.axes_of(self.eqn)
         lead = 1
         for name in self._rest():
             stack = lax.all_gather(stack, name, axis=lead)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
 from jaxaccum.core.reducers import Addition, Latest, Moments, Reducer
@@ -166,7 +166,7 @@ class ModelState:
             number=jnp.zeros_like(sums.number),
         )
 
-    def find_decays(self, program: compat.Staged, flat: Sequence[Any]) -> None:
+    def find_decays(self, program: programs.Program, flat: Sequence[Any]) -> None:
         """Finds how much of the old value stays in each mean and variance that is pooled.
 
         The derivative of the new value in the old one, which for an exponential average is its
@@ -186,7 +186,7 @@ class ModelState:
         new = len(program.closed.out_avals) - len(jax.tree.leaves(program.out_shape[2][1:]))
 
         # Some layers stop the gradient of their update, which hides the momentum.
-        open_program = compat.inlined(program, passed=frozenset({"stop_gradient"}))
+        open_program = program.opened(passed=frozenset({"stop_gradient"}))
 
         def tangents(*inputs: Any) -> list[Any]:
             def outputs(*state: Any) -> list[Any]:
@@ -199,16 +199,15 @@ class ModelState:
             old = tuple(inputs[first + i] for i in wanted)
             return jax.jvp(outputs, old, tuple(map(jnp.ones_like, old)))[1]
 
-        staged = compat.stage(tangents, *flat)
-        pruned, used = compat.prune(staged, [True] * len(wanted), [False] * len(flat))
-        if any(used[:first]):
+        pruned, used = programs.prune(programs.stage(tangents, *flat), [True] * len(wanted))
+        if any(i < first for i in used):
             raise ValueError(
                 f'{self.function}: `model_state="pooled"` needs running means and variances that '
                 "are exponential averages of a batch's own, but here an update depends on data in "
                 'another way. Use "sequential", or normalise over the window with '
                 "`window_axis_name`."
             )
-        found = pruned(*[x for x, u in zip(flat, used, strict=True) if u])
+        found = pruned(*[flat[i] for i in used])
         # A momentum that is a constant is the same on every device by its type.
         over = [tuple(compat.varying_axes(x) & set(self.axes)) for x in found]
         found = [jax.lax.pmax(x, names) if names else x for x, names in zip(found, over)]

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, programs
 from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.programs import pick, put
 from jaxaccum.core.reducers import (
     Concatenation,
     Maximum,
@@ -95,11 +96,12 @@ class Replay:
 
     def _stage(self) -> None:
         """Traces the user's function once for each micro-batch shape."""
-        self.programs: dict[int, compat.Staged] = {}
+        self.programs: dict[int, programs.Program] = {}
         self.used: dict[int, list[int]] = {}
+        self.position: dict[int, int] = {}
         for segment in self.segments:
             flat = self._flat(self.inputs, jnp.int32(0), self._first_rows(segment))
-            program = compat.stage(self._call, *flat)
+            program = programs.stage(self._call, *flat)
             check_rows(self.options.function, "outputs", program.out_shape, segment.rows)
             for other in self.programs.values():
                 check_same_marks(self.options.function, program.out_shape, other.out_shape)
@@ -115,11 +117,10 @@ class Replay:
 
     def _const(self, const: Any) -> int:
         """The position of a closed-over array; the programs of two shapes share theirs."""
-        for position, known in enumerate(self.inputs.consts):
-            if known is const:
-                return position
-        self.inputs.consts.append(const)
-        return len(self.inputs.consts) - 1
+        position = self.position.setdefault(id(const), len(self.inputs.consts))
+        if position == len(self.inputs.consts):
+            self.inputs.consts.append(const)
+        return position
 
     def _first_rows(self, segment: cut.Segment) -> list[Any]:
         return jax.tree.leaves(cut.micro_batch(segment.grid(self.inputs.rows), 0))
@@ -260,12 +261,12 @@ class Replay:
             wanted = [moving, consts, rows]
 
             def outputs(chosen: list[list[Any]]) -> list[Any]:
-                new_moving, new_consts, new_rows = map(_put, sources, chosen, wanted)
+                new_moving, new_consts, new_rows = map(put, sources, chosen, wanted)
                 full = inputs._replace(moving=new_moving)
                 values = self._run(full, index, new_rows, new_consts)
                 return [x for x in values if is_inexact(x)]
 
-            values, pull = jax.vjp(outputs, list(map(_pick, sources, wanted)))
+            values, pull = jax.vjp(outputs, list(map(pick, sources, wanted)))
             given = micro_cotangents(index, own_ct_rows)
             ((of_moving, of_consts, of_rows),) = pull(
                 [
@@ -287,18 +288,18 @@ class Replay:
         sums: Any = ([], [], [])
         if any(moving + consts + rows):
             sums = self._fold(micro_fn, inputs, (inputs.rows, ct_rows), lambda _: reducers)
-        shared = self._reduced(sums[0], _pick(inputs.moving, moving))
+        shared = self._reduced(sums[0], pick(inputs.moving, moving))
         closed = [
             accumulator.read(c).astype(x.dtype)
-            for c, x in zip(sums[1], _pick(inputs.consts, consts), strict=True)
+            for c, x in zip(sums[1], pick(inputs.consts, consts), strict=True)
         ]
         return _Inputs(
-            moving=_put([None] * len(moving), shared, moving),
+            moving=put([None] * len(moving), shared, moving),
             fixed=[None] * len(inputs.fixed),
-            rows=_put([None] * len(rows), sums[2], rows),
+            rows=put([None] * len(rows), sums[2], rows),
             key=None,
             num_real=None,
-            consts=_put([None] * len(consts), closed, consts),
+            consts=put([None] * len(consts), closed, consts),
         )
 
     def _reduced(self, carries: list[Any], primals: list[Any]) -> list[Any]:
@@ -317,12 +318,3 @@ class Replay:
             for i, total in zip(members, totals, strict=True):
                 out[i] = total
         return [accumulator.read(c).astype(p.dtype) for c, p in zip(out, primals, strict=True)]
-
-
-def _pick(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    return [x for x, f in zip(values, flags, strict=True) if f]
-
-
-def _put(values: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    supply = iter(chosen)
-    return [next(supply) if f else x for x, f in zip(values, flags, strict=True)]

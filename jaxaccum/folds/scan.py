@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, programs
 from jaxaccum.core.reducers import Concatenation, Reducer
 from jaxaccum.folds import cut
 
@@ -73,7 +73,7 @@ def fold(
             extra = () if thread is None else (threads,)
             return micro_fn(index[0] + index[1], rows, *extra)
 
-        staged = compat.stage(run, (jnp.int32(0), jnp.int32(0)), threads, *leaves)
+        staged = programs.stage(run, (jnp.int32(0), jnp.int32(0)), threads, *leaves)
         reducers = jax.tree.leaves(reducers_fn(staged.out_shape.values))
         if shapes is not None:
             _check_alike(function, shapes, staged.out_shape.values, reducers)
@@ -126,7 +126,7 @@ def _check_alike(function: str, first: Any, second: Any, reducers: Sequence[Redu
 class _Body(NamedTuple):
     """The micro-step of one segment."""
 
-    staged: compat.Staged
+    staged: programs.Program
     leaves: list[jax.Array]
     offset: int
     reducers: list[Reducer]

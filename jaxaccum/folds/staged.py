@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxaccum.core import checks, compat, staging
+from jaxaccum.core import checks, programs, staging
 from jaxaccum.core.mean import add, wide
 from jaxaccum.core.reducers import (
     Addition,
@@ -84,12 +84,10 @@ class StagedWindow:
         function, name = self.options.function, self.options.window_axis_name
         grid = bound.segments[0].grid(bound.batch)
         self.loss, _, self.flags = bound.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
-        env = [(name, bound.num_microbatches)]
-        # Refuses weights that depend on the parameters.
-        compat.with_axis(env, lambda: self.loss.weights_fn(function, self.flags))
+        self.loss.weights_fn(function, self.flags)  # refuses what depends on the parameters
         self.num_terms = n = self.loss.terms.num_leaves
         avals = self.loss.program.closed.out_avals
-        flattener = staging.Flattener(function, *env[0])
+        flattener = staging.Flattener(function, name, bound.num_microbatches)
         number = len(bound.moving)
         self.plan = Plan(
             function,
@@ -157,7 +155,7 @@ class StagedWindow:
         return _Replay(seeds, eqns, reads, [v for v in reads if v in self.flowing])
 
     def _flows(self, atom: Any) -> bool:
-        return not compat.is_literal(atom) and atom in self.flowing
+        return not programs.is_literal(atom) and atom in self.flowing
 
     # One stage
 

@@ -7,25 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat, staging
+from jaxaccum.core import labels, primitives, programs, staging
 from jaxaccum.folds.meetings import Meeting
 
 STORAGES = ("store", "recompute")
 
-# Elementwise or mere layout: computed again where it is read rather than kept for each micro-batch.
-_CHEAP = frozenset(
-    """abs add add_any and atan2 broadcast_in_dim ceil clamp concatenate convert_element_type copy
-    copy_p cos div eq erf exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite
-    le log log1p logistic lt max min mul ne neg not or pad pow random_fold_in random_seed
-    random_split random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt
-    select_n sign sin slice sqrt square squeeze stack stop_gradient sub tanh transpose
-    xor""".split()  # noqa: SIM905
-)
 # A value more cheap steps away than this is kept after all: in a residual network the way back to
 # the values that are kept anyway grows with every layer.
 _REACH = 48
-# Their results have no gradient, whatever went in.
-_FLAT = frozenset(["stop_gradient", "sign", "floor", "ceil", "round"])
 
 
 class Stage(NamedTuple):
@@ -49,7 +38,7 @@ class Plan:
 
     Args:
       function: the public function's name, for messages.
-      staged: the program, from `staging.Flattener`; its inputs are the micro-batch's index and
+      program: the program, from `staging.Flattener`; its inputs are the micro-batch's index and
         the flat inputs of the loss.
       keep: which outputs are wanted.
       flattener: the one that made it.
@@ -61,7 +50,7 @@ class Plan:
     def __init__(
         self,
         function: str,
-        staged: compat.Staged,
+        program: programs.Program,
         keep: Sequence[bool],
         *,
         flattener: staging.Flattener,
@@ -70,22 +59,26 @@ class Plan:
         effects: bool = True,
     ):
         self.function = function
-        self.jaxpr = compat.strip(staged.closed, keep, effects=effects)
-        self.consts = dict(zip(self.jaxpr.constvars, staged.closed.consts, strict=True))
+        closed = programs.prune(program, keep, reports=effects, whole=True)[0].closed
+        self.jaxpr, eqns = closed.jaxpr, closed.jaxpr.eqns
+        self.consts = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self.index, *self.inputs = self.jaxpr.invars
         self.outputs = list(self.jaxpr.outvars)
         self.recomputes = storage == "recompute"
-        self._made = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
+        self._made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+        # What is pruned and still has no reader is run for what it does.
+        read = {v for v in [*self.outputs, *(v for e in eqns for v in e.invars)] if _is_variable(v)}
+        self.effects = [e for e in eqns if read.isdisjoint(e.outvars)]
         # By variable: after how many meetings it is there, and whether micro-batches differ in it.
         self.depth: dict[Any, int] = {}
         self.local: dict[Any, bool] = dict(zip(self.inputs, local, strict=True))
         self.local[self.index] = True
         self._meetings: dict[int, Meeting] = {}
-        for number, eqn in enumerate(self.jaxpr.eqns):
+        for number, eqn in enumerate(eqns):
             self._place(number, eqn, flattener)
         self.num_stages = 1 + max(
             [self.depth_of(v) for v in self.outputs]
-            + [self.depth_of(v) for e in self.jaxpr.eqns if _is_effect(e) for v in e.invars],
+            + [self.depth_of(v) for e in self.effects for v in e.invars],
             default=0,
         )
         # By variable: the stage that makes it. Values without one, which depend on the inputs
@@ -119,7 +112,7 @@ class Plan:
             if number in self._meetings:
                 found = [self._depth(eqn)]
             for v in eqn.invars if found else ():
-                if not compat.is_literal(v):
+                if _is_variable(v):
                     self.birth[v] = min([*found, self.birth.get(v, self.num_stages)])
         for v in [self.index, *self.inputs]:
             self.birth.pop(v, None)
@@ -146,10 +139,10 @@ class Plan:
         return self.num_stages - 1 if stage is None else stage
 
     def depth_of(self, atom: Any) -> int:
-        return 0 if compat.is_literal(atom) else self.depth.get(atom, 0)
+        return self.depth.get(atom, 0) if _is_variable(atom) else 0
 
     def is_local(self, atom: Any) -> bool:
-        return not compat.is_literal(atom) and self.local.get(atom, False)
+        return _is_variable(atom) and self.local.get(atom, False)
 
     def is_met(self, v: Any) -> bool:
         """Whether `v` comes out of a meeting."""
@@ -159,9 +152,7 @@ class Plan:
         """The stages, from the last to the first: what one reads, an earlier one has to keep."""
         stages: list[Stage] = []
         for depth in reversed(range(self.num_stages)):
-            effects = [
-                e for e in self.jaxpr.eqns if _is_effect(e) and self._stage_of(e.invars) == depth
-            ]
+            effects = [e for e in self.effects if self._stage_of(e.invars) == depth]
             outputs = [i for i, v in enumerate(self.outputs) if self._stage_of([v]) == depth]
             meetings = [
                 m
@@ -182,7 +173,7 @@ class Plan:
         atoms += stage.stores
         if effects:
             atoms += [v for e in stage.effects for v in e.invars]
-        return list(dict.fromkeys(v for v in atoms if not compat.is_literal(v)))
+        return list(dict.fromkeys(v for v in atoms if _is_variable(v)))
 
     def _keep(self, targets: Iterable[Any], depth: int) -> None:
         """Marks what the stage at `depth` reads of earlier ones as stored."""
@@ -201,7 +192,7 @@ class Plan:
                 queue += self._parents(v)
 
     def _parents(self, v: Any) -> list[Any]:
-        return [u for u in self.jaxpr.eqns[self._made[v]].invars if not compat.is_literal(u)]
+        return [u for u in self.jaxpr.eqns[self._made[v]].invars if _is_variable(u)]
 
     def _cheaper(self, v: Any) -> set[Any]:
         """What to store in the place of `v`: values from which it is cheap, if they are smaller."""
@@ -213,6 +204,8 @@ class Plan:
             if not self.is_local(u):
                 continue
             seen.add(u)
+            if steps > _REACH:
+                return {v}
             if _is_cheap(self.jaxpr.eqns[self._made[u]]):
                 steps += 1
                 queue += self._parents(u)
@@ -220,9 +213,7 @@ class Plan:
                 found.add(u)
             else:  # made where it is read, and not cheap
                 return {v}
-        if steps > _REACH or sum(map(_bytes, found)) > _bytes(v):
-            return {v}
-        return found
+        return found if sum(map(_bytes, found)) <= _bytes(v) else {v}
 
     def slice(self, targets: Iterable[Any], depth: int) -> tuple[list[Any], list[Any]]:
         """The equations that make `targets` in the stage at `depth`, and what they read.
@@ -259,24 +250,20 @@ class Plan:
         Raises:
           ValueError: it would flow through a `pmax` or `pmin`, which have no derivative.
         """
-        moved = {v for v, d in zip(self.inputs, differentiated, strict=True) if d}
-        for eqn in self.jaxpr.eqns:
-            if eqn.primitive.name not in _FLAT and any(_in(v, moved) for v in eqn.invars):
-                moved |= {v for v in eqn.outvars if checks.is_inexact(v.aval)}
-        wanted = {v for v in self.outputs[:totals] if not compat.is_literal(v)}
+        flags = [flag or None for flag in (False, *differentiated)]
+        moved = labels.follow(self.jaxpr, flags, labels.derived, customs=False).of
+        flowing = {v for v in self.outputs[:totals] if _is_variable(v) and moved.get(v)}
         for eqn in reversed(self.jaxpr.eqns):
-            if eqn.primitive.name not in _FLAT and any(v in wanted for v in eqn.outvars):
-                wanted |= {
-                    v for v in eqn.invars if not compat.is_literal(v) and checks.is_inexact(v.aval)
-                }
-        flowing = moved & wanted
+            if not flowing.isdisjoint(eqn.outvars):
+                moving = programs.pick(eqn.invars, labels.inexact(eqn.invars))
+                flowing.update(v for v in moving if _is_variable(v) and moved.get(v))
         for meeting in self._meetings.values():
             eqn = meeting.eqn
             if not meeting.differentiable and any(v in flowing for v in eqn.outvars):
                 name = eqn.primitive.name
                 raise ValueError(
                     f"{self.function}: the gradient goes through `{name}` over `window_axis_name` "
-                    f"{meeting.axis!r} (at {compat.where(eqn)}), which has no derivative. Put "
+                    f"{meeting.axis!r} (at {programs.where(eqn)}), which has no derivative. Put "
                     f"`jax.lax.stop_gradient` around what goes into it, or take `.max()` of an "
                     "`all_gather`."
                 )
@@ -292,10 +279,12 @@ def run(eqns: Sequence[Any], env: dict[Any, Any], known: dict[Any, Any]) -> None
       known: the values of some of their results, which are not computed again but where a
         derivative needs what they were made of.
     """
-    for eqn in eqns:
-        outs = compat.bind(eqn, [read(env, atom) for atom in eqn.invars])
-        for v, out in zip(eqn.outvars, outs, strict=True):
-            env[v] = _known(known[v], out) if v in known else out
+
+    def rule(eqn: Any, values: Sequence[Any]) -> list[Any]:
+        pairs = zip(eqn.outvars, programs.bind(eqn, values), strict=True)
+        return [_known(known[v], out) if v in known else out for v, out in pairs]
+
+    programs.run(eqns, env, rule)
 
 
 @jax.custom_jvp
@@ -311,23 +300,18 @@ def _known_jvp(primals: Any, tangents: Any) -> Any:
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
     """The value of a variable, or a constant in the program's text as an array."""
-    return jnp.asarray(atom.val, atom.aval.dtype) if compat.is_literal(atom) else env[atom]
+    return env[atom] if _is_variable(atom) else jnp.asarray(atom.val, atom.aval.dtype)
 
 
-def _is_effect(eqn: Any) -> bool:
-    """Whether an equation of a stripped program is run for what it does alone."""
-    return all(type(v).__name__ == "DropVar" for v in eqn.outvars)
-
-
-def _in(atom: Any, found: set[Any]) -> bool:
-    return not compat.is_literal(atom) and atom in found
+def _is_variable(atom: Any) -> bool:
+    return not programs.is_literal(atom)
 
 
 def _is_cheap(eqn: Any) -> bool:
-    inner = compat.wrapped(eqn)
+    inner = programs.called(eqn)
     if inner is not None:
         return all(map(_is_cheap, inner.eqns))
-    return eqn.primitive.name in _CHEAP
+    return programs.has(eqn, primitives.CHEAP)
 
 
 def _bytes(v: Any) -> int:

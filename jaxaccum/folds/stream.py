@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, programs
 from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import Mean, divide
 from jaxaccum.folds import devices, faults
@@ -231,7 +231,7 @@ def multi_steps(
             grads = jax.lax.psum(grads, axes) if axes else grads
             return run_inner(grads, samples, inner_state, params)[0]
 
-        types = compat.types_of(updates_of, grads, state.inner_state, params)
+        types = programs.types_of(updates_of, grads, state.inner_state, params)
         if bare and flush:  # no window is ever open
             nothing = jax.tree.map(no_update, types)
             return nothing, state._replace(updated=jnp.zeros((), jnp.bool_))

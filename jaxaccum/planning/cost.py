@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.extend.core
 
 from jaxaccum.auditing import Memory, frames, hlo
+from jaxaccum.core import programs
 
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"})
 _CALLS = frozenset({"while", "conditional", "call"})
@@ -28,7 +28,7 @@ def flops_of(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        inner = [flops_of(j) for j in jax.extend.core.jaxprs_in_params(params)]
+        inner = [flops_of(j) for j in programs.programs_in(eqn)]
         if name == "dot_general":
             (contracted, _), _ = params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
