@@ -80,7 +80,7 @@ def pad_batch(batch: Any, num_rows: int) -> tuple[Any, Any]:
       [5 6 6 6] [ True  True False False]
     """
     rows = checks.integer("pad_batch", "num_rows", num_rows)
-    size = cut.batch_size("pad_batch", batch)
+    size = cut.common_rows("pad_batch", {"batch": batch})
     if size > rows:
         raise ValueError(
             f"pad_batch: the batch has {size} rows, more than `num_rows`, {rows}. Cut it first, "

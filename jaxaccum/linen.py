@@ -12,6 +12,8 @@ from flax.training import train_state
 
 from jaxaccum.core import checks
 from jaxaccum.core.reducers import Max, Sum
+from jaxaccum.folds.arguments import NOTHING, positional
+from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.model_state import CHOICES
 from jaxaccum.folds.stream_state import find_states, has_updated
 from jaxaccum.numerics import loss_scaling
@@ -150,6 +152,7 @@ def train_step(
       1 [0.03 0.04]
     """
     policy = options.get("model_state")
+    cut = checked_argnums("linen.train_step", loss_fn, options.get("batch_argnums"))
 
     def functional(
         params: Any, batch: Any, *args: Any, model_state: Any = None, **named: Any
@@ -162,11 +165,12 @@ def train_step(
 
     def step_fn(
         state: TrainState,
-        batch: Any,
+        batch: Any = NOTHING,
         *args: Any,
         key: Any = None,
         num_real: Any = None,
         denominators: Any = None,
+        **inputs: Any,
     ) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -178,6 +182,7 @@ def train_step(
                 f"linen.train_step: the model has the collections {sorted(state.collections)}, and "
                 f"what a window does to them was not said. Pass `model_state=`: {CHOICES}."
             )
+        _, *every = positional("linen.train_step", (None, batch, *args), inputs, cut)
         scaled = OVERWRITE in _by_collection(state.params)
         marks = {"params": Sum, OVERWRITE: Max} if scaled else None
         step = plain_train_step(
@@ -190,8 +195,7 @@ def train_step(
         params, progress, info = step(
             state.params,
             progress,
-            batch,
-            *args,
+            *every,
             key=key,
             num_real=num_real,
             denominators=denominators,

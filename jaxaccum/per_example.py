@@ -17,6 +17,7 @@ from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import Mean, divide, wide
 from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum, is_marked
+from jaxaccum.folds.batch import Batch, checked_argnums
 from jaxaccum.folds.handover import own_buffer
 
 __all__ = ["NoiseState", "add_noise", "clip", "noise", "transform"]
@@ -27,6 +28,7 @@ def clip(
     clip_norm: Any,
     *,
     argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     metrics_fn: Callable[[Any], Any] | None = None,
     skip_nonfinite: bool = False,
@@ -45,6 +47,7 @@ def clip(
       clip_norm: the largest norm of one example's gradient, in units of the gradient; a positive
         number, may be traced.
       argnums: the positional arguments that will be differentiated, as given to `ja.accumulate`.
+      batch_argnums: those that are cut, the same as there; 1 by default.
       has_aux: whether `loss_fn` returns `(loss, aux)`. Marked outputs are combined over the
         examples by their marks; bare arrays become `ja.Concat`, one entry for each example.
       metrics_fn: `metrics_fn(grads)` of one example, before clipping: what to return for each
@@ -86,7 +89,14 @@ def clip(
         return jax.tree.unflatten(tree, [g * factor.astype(g.dtype) for g in leaves])
 
     return _transformed(
-        "per_example.clip", loss_fn, clip_fn, argnums, has_aux, metrics_fn, skip_nonfinite
+        "per_example.clip",
+        loss_fn,
+        clip_fn,
+        argnums,
+        batch_argnums,
+        has_aux,
+        metrics_fn,
+        skip_nonfinite,
     )
 
 
@@ -95,6 +105,7 @@ def transform(
     transform_fn: Callable[[Any], Any],
     *,
     argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     metrics_fn: Callable[[Any], Any] | None = None,
     skip_nonfinite: bool = False,
@@ -109,6 +120,7 @@ def transform(
       transform_fn: from the gradient of one example to a tree of the same shapes. Its tree is that
         of the differentiated argument, or a tuple of them, with `None` for integer leaves.
       argnums: the positional arguments that will be differentiated, as given to `ja.accumulate`.
+      batch_argnums: those that are cut, the same as there; 1 by default.
       has_aux: whether `loss_fn` returns `(loss, aux)`; as in `clip`.
       metrics_fn: what to return for each example, from its gradient before the transformation.
       skip_nonfinite: leaves out every example whose loss or gradient is not finite.
@@ -132,6 +144,7 @@ def transform(
         loss_fn,
         transform_fn,
         argnums,
+        batch_argnums,
         has_aux,
         metrics_fn,
         skip_nonfinite,
@@ -143,6 +156,7 @@ def _transformed(
     loss_fn: Any,
     transform_fn: Any,
     argnums: Any,
+    batch_argnums: Any,
     has_aux: bool,
     metrics_fn: Any,
     skip_nonfinite: bool,
@@ -153,12 +167,17 @@ def _transformed(
                 f"{function}: `{name}` must be a function, got {checks.describe(value)}."
             )
 
+    cut = checked_argnums(function, loss_fn, batch_argnums)
+
     @functools.wraps(loss_fn)  # whose signature says whether it takes a key
     def per_example_loss_fn(*args: Any, key: Any = None) -> Any:
+        batch = Batch(function, args, cut, argnums)
         positions = checks.argnums(function, argnums, len(args))
-        if 1 in positions:
+        both = set(positions) & set(batch.positions)
+        if both:
             raise ValueError(
-                f"{function}: `argnums` must not name the batch, argument 1, got {argnums}."
+                f"{function}: `argnums` must not name the batch, argument {min(both)}, got "
+                f"{argnums}."
             )
         trees = tuple(args[p] for p in positions)
         leaves, tree = jax.tree.flatten(trees)
@@ -171,10 +190,9 @@ def _transformed(
             return jax.tree.unflatten(tree, every)
 
         def loss_of_row(moving: list[Any], row: Any, key: Any) -> Any:
-            full = list(args)
+            full = batch.put(args, [x[None] for x in row])
             for p, value in zip(positions, rebuilt(moving, leaves), strict=True):
                 full[p] = value
-            full[1] = jax.tree.map(lambda x: x[None], row)
             out = loss_fn(*full, **({} if key is None else {"key": key}))
             loss, aux = out if has_aux else (out, None)
             terms = _terms(function, loss)
@@ -199,10 +217,8 @@ def _transformed(
             new = [jnp.where(counts, g, jnp.zeros_like(g)) for g in jax.tree.leaves(new)]
             return jnp.where(counts, value, jnp.zeros_like(value)), counts, new, aux, metrics
 
-        batch = jax.tree.map(jnp.asarray, args[1])
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        keys = None if key is None else jax.random.split(key, rows)
-        values, counts, new, aux, metrics = jax.vmap(one)(batch, keys)
+        keys = None if key is None else jax.random.split(key, batch.rows)
+        values, counts, new, aux, metrics = jax.vmap(one)(batch.leaves, keys)
         sums = [jnp.sum(g, axis=0, dtype=wide(g.dtype)) for g in new]
         total = _with_gradient(jnp.sum(values), moving, sums)
         loss = Mean(total, jnp.sum(counts, dtype=jnp.int32))

@@ -1,7 +1,7 @@
 """One training step to copy: a window, a clip-ready gradient, one optimizer step."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jaxaccum.core.reducers import Sum
 from jaxaccum.core.sums import finalize, is_empty
 from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
 from jaxaccum.folds import faults
+from jaxaccum.folds.arguments import NOTHING, positional
 from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.inner import in_one_precision
 from jaxaccum.folds.model_state import check_given
@@ -172,6 +173,8 @@ def train_step(
     if argnums != 0:
         raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
     has_aux = window_options.get("has_aux", False)
+    cut = window_options.get("batch_argnums")
+    _check_whole(cut)
     loss_scale = loss_scaling.checked("train_step", loss_scale)
     skips = faults.policy("train_step", window_options.get("skip_nonfinite", False))
     if loss_scale is not None and skips is None:
@@ -202,12 +205,14 @@ def train_step(
     def step_fn(
         params: Any,
         state: StepState,
-        batch: Any,
+        batch: Any = NOTHING,
         *args: Any,
         key: Any = None,
         num_real: Any = None,
         denominators: Any = None,
+        **inputs: Any,
     ) -> tuple[Any, StepState, StepInfo]:
+        every = positional("train_step", (params, batch, *args), inputs, cut)
         _check_state(state, inner, params, marks)
         if (state.loss_scale is None) != (loss_scale is None):
             raise ValueError(
@@ -216,9 +221,7 @@ def train_step(
             )
         scale = None if state.loss_scale is None else state.loss_scale.scale
         window_sums = accumulate_fn(
-            params,
-            batch,
-            *args,
+            *every,
             key=key,
             num_real=num_real,
             denominators=denominators,
@@ -325,6 +328,16 @@ def train_step(
         return new_params, new_state, info
 
     return TrainStep(init_fn, jax.jit(step_fn, donate_argnums=(0, 1) if donate else ()))
+
+
+def _check_whole(batch_argnums: Any) -> None:
+    """Refuses to cut the parameters."""
+    positions = batch_argnums if isinstance(batch_argnums, Sequence) else (batch_argnums,)
+    if 0 in positions:
+        raise ValueError(
+            "train_step: `batch_argnums` must not name argument 0, the parameters, got "
+            f"{batch_argnums!r}. It counts the arguments of `loss_fn`: 1 is the batch."
+        )
 
 
 def _check_state(state: Any, inner: Any, params: Any, marks: Any) -> None:

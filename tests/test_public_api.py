@@ -17,7 +17,7 @@ import jaxaccum as ja
 ROOT = Path(__file__).parents[1]
 LARGEST_NAMESPACE = 49
 
-WINDOW = ["num_microbatches", "microbatch_size", "argnums", "has_aux"]
+WINDOW = ["num_microbatches", "microbatch_size", "argnums", "batch_argnums", "has_aux"]
 FOLD = [*WINDOW, "axis_name", "spmd_axis_name", "reduction", "accumulator", "skip_nonfinite"]
 
 # The contract: name, positional parameters, keyword-only parameters that must be among the others.
@@ -26,10 +26,10 @@ CONTRACT = {
     "accumulate": (["loss_fn"], FOLD),
     "value_and_grad": (["loss_fn"], FOLD),
     "denominators": (["loss_fn"], WINDOW),
-    "microbatch": (["fn"], ["num_microbatches", "microbatch_size", "argnums", "axis_name"]),
+    "microbatch": (["fn"], [*WINDOW[:-1], "axis_name"]),
     "finalize": (["sums"], []),
     "noise_scale": (["sums"], []),
-    "check_equivalence": (["loss_fn", "params", "batch"], ["num_microbatches", "has_aux"]),
+    "check_equivalence": (["loss_fn", "params", "batch"], ["num_microbatches", "batch_argnums"]),
     "merge": (["a", "b"], []),
     "multi_steps": (
         ["inner", "every"],

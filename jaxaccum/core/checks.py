@@ -96,21 +96,23 @@ def same_structure(function: str, name: str, got: Any, expected: Any, *, remedy:
             )
 
 
-def argnums(function: str, value: int | Sequence[int], number: int) -> tuple[int, ...]:
+def argnums(
+    function: str, value: int | Sequence[int], number: int, *, name: str = "argnums"
+) -> tuple[int, ...]:
     """`argnums` as a tuple of distinct positions below `number`, negative ones resolved."""
     positions = value if isinstance(value, Sequence) else (value,)
     resolved = []
     for position in positions:
-        index = integer(function, "argnums", position, minimum=-number)
+        index = integer(function, name, position, minimum=-number)
         if index >= number:
             raise ValueError(
-                f"{function}: `argnums` names argument {index}, but only {number} positional "
+                f"{function}: `{name}` names argument {index}, but only {number} positional "
                 "arguments were given."
             )
         resolved.append(index % number)
     if not resolved or len(set(resolved)) != len(resolved):
         raise ValueError(
-            f"{function}: `argnums` must name at least one argument and each once, got {value!r}."
+            f"{function}: `{name}` must name at least one argument and each once, got {value!r}."
         )
     return tuple(resolved)
 

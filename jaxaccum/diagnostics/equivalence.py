@@ -14,6 +14,7 @@ from jaxaccum.diagnostics import faults
 from jaxaccum.diagnostics.faults import Finding
 from jaxaccum.diagnostics.probes import Parts, Probe, distance, narrowest
 from jaxaccum.folds import cut, devices
+from jaxaccum.folds.batch import Batch, checked_argnums
 from jaxaccum.folds.window import value_and_grad
 
 
@@ -65,6 +66,7 @@ def check_equivalence(
     *,
     num_microbatches: int,
     args: Sequence[Any] = (),
+    batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     rtol: float | None = None,
@@ -85,6 +87,8 @@ def check_equivalence(
       batch: a small batch; four rows or more of different content and length find most.
       num_microbatches: into how many micro-batches the window is cut; a static int.
       args: further positional arguments of `loss_fn`.
+      batch_argnums: the positions of the arguments of `loss_fn` that are cut; 1 by default, as in
+        `accumulate`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: device axes that the loss function names; it is then run as their only device.
       rtol: the deviation allowed, relative to the largest number that was summed; by default 256
@@ -118,14 +122,21 @@ def check_equivalence(
             f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
         )
     number = checks.integer(function, "num_microbatches", num_microbatches)
-    size = cut.batch_size(function, batch)
+    every = (params, batch, *args)
+    rows = Batch(function, every, checked_argnums(function, loss_fn, batch_argnums))
+    if 0 in rows.positions:
+        raise ValueError(
+            f"{function}: `batch_argnums` must not name argument 0, the parameters, got "
+            f"{batch_argnums!r}."
+        )
+    size = rows.rows
     if size < max(3, number):
         raise ValueError(
             f"{function}: the batch has {size} rows; at least three and at least "
             f"`num_microbatches`, {number}, are needed to compare anything."
         )
     axes = devices.names_of(function, "axis_name", axis_name)
-    probe = Probe(loss_fn, params, batch, args, has_aux=has_aux, axes=axes)
+    probe = Probe(loss_fn, every, rows, has_aux=has_aux, axes=axes)
     check = _Check(probe, number, rtol)
     check.run()
     return check.report()
@@ -253,10 +264,18 @@ class _Check:
         """The library's own window; what it refuses is a fault too."""
         probe = self.probe
         params = jax.tree.unflatten(probe.tree, probe.leaves)
-        f = value_and_grad(probe.loss_fn, num_microbatches=self.number, has_aux=probe.has_aux)
+        f = value_and_grad(
+            probe.loss_fn,
+            num_microbatches=self.number,
+            batch_argnums=probe.batch.positions,
+            has_aux=probe.has_aux,
+        )
+
+        def window_fn(params: Any, rows: Any) -> Any:
+            return f(params, *probe.batch.put(probe.args, rows)[1:], **probe.named)
+
         try:
-            run = jax.jit(lambda params, batch: f(params, batch, *probe.args, **probe.named))
-            out, grads = run(params, probe.batch)
+            out, grads = jax.jit(window_fn)(params, probe.data)
         except (TypeError, ValueError) as error:
             self.findings.append(faults.refused(error))
             return

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat, dtypes, labels, primitives, programs
+from jaxaccum.core import checks, compat, labels, primitives, programs
 from jaxaccum.core.checks import describe, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import is_marked
+from jaxaccum.folds.batch import Batch
 
 
 class Parts(NamedTuple):
@@ -64,32 +65,32 @@ class Probe:
     def __init__(
         self,
         loss_fn: Callable[..., Any],
-        params: Any,
-        batch: Any,
         args: Sequence[Any],
+        batch: Batch,
         *,
         has_aux: bool,
         axes: Sequence[str],
     ):
-        self.loss_fn, self.args = loss_fn, tuple(args)
-        self.batch = jax.tree.map(_on_host, batch)  # rows are picked there, without a program
+        self.loss_fn, self.args, self.batch = loss_fn, tuple(args), batch
+        # Rows are picked on the host, without a program.
+        self.data = [_on_host(leaf) for leaf in batch.leaves]
         self.has_aux, self.axes = has_aux, tuple(axes)
         self.named = {"key": compat.constant_key()} if takes_key(loss_fn) else {}
-        self.leaves, self.tree = jax.tree.flatten(params)
+        self.leaves, self.tree = jax.tree.flatten(args[0])
         self.moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
         self.paths = [
             jax.tree_util.keystr(path)
-            for path, x in jax.tree_util.tree_leaves_with_path(params)
+            for path, x in jax.tree_util.tree_leaves_with_path(args[0])
             if is_inexact(x)
         ]
-        self.rows = int(np.shape(jax.tree.leaves(batch)[0])[0])
+        self.rows = batch.rows
         self.terms: list[str] = []
         self.bare: list[bool] = []  # for each term, whether it is no `Mean`
         self._jitted = jax.jit(self._evaluate)
 
     def take(self, index: Sequence[int] | np.ndarray) -> Any:
-        """The batch's rows `index`."""
-        return jax.tree.map(lambda leaf: leaf[np.asarray(index)], self.batch)
+        """The batch's rows `index`, leaf by leaf."""
+        return [leaf[np.asarray(index)] for leaf in self.data]
 
     def __call__(self, index: Sequence[int] | np.ndarray) -> Parts:
         return self.on(self.take(index))
@@ -104,7 +105,9 @@ class Probe:
         """The terms' totals and weights as the loss function returns them."""
         supply = iter(moving)
         leaves = [next(supply) if is_inexact(x) else x for x in self.leaves]
-        out = self.loss_fn(jax.tree.unflatten(self.tree, leaves), rows, *self.args, **self.named)
+        args = self.batch.put(self.args, rows)
+        args[0] = jax.tree.unflatten(self.tree, leaves)
+        out = self.loss_fn(*args, **self.named)
         if self.has_aux and not (type(out) is tuple and len(out) == 2):
             raise TypeError(f"`has_aux` is set, but it returns no (loss, aux), but {describe(out)}")
         loss = out[0] if self.has_aux else out
@@ -163,7 +166,7 @@ def _alone(fn: Callable[..., Any], name: str, moving: Any) -> Any:
 
 
 def _wide(x: Any) -> jax.Array:
-    return jnp.asarray(x, dtypes.promote(x, jnp.float32))
+    return jnp.asarray(x, compat.promote(x, jnp.float32))
 
 
 def _float64(x: Any) -> np.ndarray:

@@ -23,6 +23,7 @@ class Options:
     microbatch_size: int | None
     accumulator: accumulators.Accumulator
     argnums: int | Sequence[int] = 0
+    batch_argnums: int | Sequence[int] | None = None
     has_aux: bool = False
     skip_nonfinite: bool | str = False
     grad_reducers: Any = None
@@ -36,6 +37,10 @@ class Options:
     window_axis_name: str | None = None
     window_axis_storage: str = "store"
     model_state: str | None = None
+
+    def positional(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
+        """The positional arguments of a call; see the function of this name."""
+        return positional(self.function, args, inputs, self.batch_argnums)
 
     @property
     def skips(self) -> bool:
@@ -56,6 +61,40 @@ class Given(NamedTuple):
     denominators: Any = None
     loss_scale: Any = None
     model_state: Any = None
+
+
+# In the place of a positional argument that was not given.
+NOTHING: Any = object()
+
+
+def positional(
+    function: str, args: tuple[Any, ...], inputs: dict[str, Any], batch_argnums: Any
+) -> tuple[Any, ...]:
+    """The positional arguments of a call, of which `NOTHING` is none.
+
+    Args:
+      function: the public function's name, for messages.
+      args: what came by position.
+      inputs: what came by a keyword that the call does not have.
+      batch_argnums: those of the factory; `None` where they were not given.
+
+    Raises:
+      TypeError: there are such keywords, or there is no batch.
+    """
+    if inputs:
+        names = ", ".join(f"`{key}`" for key in inputs)
+        raise TypeError(
+            f"{function}: the loss function's own arguments are passed by position, got the "
+            f"keywords {names}. Pass a batch as one tree, `f(params, inputs)` with `lambda params, "
+            "inputs: loss_fn(params, **inputs)`; bind options with `functools.partial`."
+        )
+    args = args[:-1] if args[-1] is NOTHING else args
+    if batch_argnums is None and len(args) < 2:
+        raise TypeError(
+            f"{function}: the batch must be an argument of the loss, but only `params` was given. "
+            "Pass it second, `f(params, batch)`; what the loss function closes over cannot be cut."
+        )
+    return args
 
 
 def own_key(options: Options, key: Any, axes: tuple[str, ...]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat, dtypes, noise
+from jaxaccum.core import compat, noise
 from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import add, as_float, divide, wide
 from jaxaccum.core.reducers import (
@@ -19,6 +19,7 @@ from jaxaccum.core.reducers import (
 from jaxaccum.core.sums import WindowSums, cleared
 from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
 from jaxaccum.folds.arguments import Given, Options
+from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.gradients import Differentiated
 from jaxaccum.folds.losses import Loss, check_same_outputs, stage_loss
 from jaxaccum.folds.model_state import ModelState, check_given
@@ -37,26 +38,21 @@ class Bound:
         name = options.function
         self.given = given
         self.scale = loss_scaling.checked_scale(name, given.loss_scale)
-        self.options, self.args, self.batch = options, args, args[1]
+        self.options, self.args = options, args
+        self.batch = Batch(name, args, options.batch_argnums, options.argnums)
         self.axes = devices.axes(name, options.axis_name)
         # Gradients stay local only of parameters that are typed as different on each device.
         self.checked = devices.checked(self.axes)
-        self.varied = self.checked.union(
-            *(
-                compat.varying_axes(x)
-                for x in jax.tree.leaves(self.batch)
-                if isinstance(x, jax.Array)
-            )
-        )
+        self.varied = self.checked.union(*map(compat.varying_axes, self.batch.leaves))
         self.key = arguments.own_key(options, given.key, self.axes)
         self.segments = cut.segments(
-            name, self.batch, options.num_microbatches, options.microbatch_size
+            name, self.batch.rows, options.num_microbatches, options.microbatch_size
         )
         self.num_microbatches = sum(segment.num for segment in self.segments)
         self.num_real = arguments.num_real(name, given.num_real, self.num_microbatches)
         if options.window_axis_name is not None:
             window_axis.check_call(self)
-        self.tree = Differentiated(options, args)
+        self.tree = Differentiated(options, args, self.batch)
         self.moving = devices.vary(self.tree.moving, self.varied)
         self._find_shards()
         check_given(name, options.model_state, given.model_state)
@@ -70,10 +66,9 @@ class Bound:
     def _find_shards(self) -> None:
         """Which parameters come in parts, and which gradient sums are left in parts."""
         name, options = self.options.function, self.options
-        whole = self.tree.select(self.tree.rebuild(self.moving)) if self.tree.leaves else ()
 
         def find(argument: str, specs: Any) -> list[shards.Shard | None]:
-            found = shards.shards(name, argument, specs, whole, self.axes)
+            found = self.tree.shards(argument, specs, self.axes)
             return [s for s, x in zip(found, self.tree.leaves, strict=True) if is_inexact(x)]
 
         self.param_shards = find("param_specs", options.param_specs)
@@ -110,7 +105,7 @@ class Bound:
         return self._first()[0]
 
     def _first(self) -> tuple[Loss, list[Any], list[bool]]:
-        grid = self.segments[0].grid(self.batch)
+        grid = self.segments[0].grid(self.batch.leaves)
         return self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
 
     def loss_at(
@@ -122,7 +117,7 @@ class Bound:
         """
         key = None if self.key is None else jax.random.fold_in(self.key, index)
         number = len(self.moving)
-        rest, tree = jax.tree.flatten((rows, key))
+        rest = [*rows, *([] if key is None else [key])]
         # Gathered once before the fold, or in every micro-step, where only parts are kept.
         flat = [*(self._gathered(index) if self.scattering else self.moving), *rest]
         size = rest[0].shape[0]
@@ -132,12 +127,11 @@ class Bound:
 
             def call_fn(*inputs: Any) -> Any:
                 stop = number + len(rest)
-                rows, key = jax.tree.unflatten(tree, inputs[number:stop])
-                args = list(self.args)
-                args[1] = rows
+                args = self.batch.put(self.args, inputs[number : number + len(rows)])
                 for position, value in self.tree.rebuild(inputs[:number]).items():
                     args[position] = value
-                named = arguments.passed_key(self.options, key)
+                own_key = None if key is None else inputs[stop - 1]
+                named = arguments.passed_key(self.options, own_key)
                 if self.state is None:
                     return self.options.loss_fn(*args, **named)
                 return self.state.call(
@@ -159,10 +153,8 @@ class Bound:
             for other in self._losses.values():
                 check_same_outputs(self.options.function, loss, other)
             self._losses[size] = loss
-        cut_leaves = len(jax.tree.leaves(rows)) if 1 in self.tree.positions else 0
-        differentiated = [
-            i < number or (i < number + cut_leaves and is_inexact(x)) for i, x in enumerate(flat)
-        ]
+        differentiated = [True] * number + self.tree.rows
+        differentiated += [False] * (len(flat) - len(differentiated))
         return self._losses[size], flat, differentiated
 
     def count(self, kept: Any = None) -> list[jax.Array]:
@@ -286,7 +278,7 @@ class Bound:
             new_state: list[Any] = []
             if self.state is not None:
                 values["aux"], new_state, count = aux
-                count = jax.tree.leaves(rows)[0].shape[0] if count is None else count
+                count = rows[0].shape[0] if count is None else count
                 if self.state.pools:
                     values["state"] = self.state.contribution(new_state, count)
             threads = devices.vary(new_state, self.varied) if threads is not None else ()
@@ -355,7 +347,7 @@ class Bound:
             [r.read(g) for r, g in zip(grad_reducers, out["grads"], strict=True)], grad_reducers
         )
         if denominators is not None:
-            floats = [as_float(d, dtypes.promote(d, jnp.float32)) for d in denominators]
+            floats = [as_float(d, compat.promote(d, jnp.float32)) for d in denominators]
             denominators = jax.tree.unflatten(terms, floats)
         special = any(not isinstance(r, Addition) for r in leaf_reducers)
         sums = WindowSums(
@@ -374,7 +366,7 @@ class Bound:
         sums = cleared(sums)
         if not self.options.drops:
             return sums
-        in_parts = any(self.grad_shards) or 1 in self.tree.positions
+        in_parts = any(self.grad_shards) or any(self.tree.rows)
         empty = None if self.state is None else self.state.untouched(sums.model_state)
         return faults.drop_if_bad(sums, self.axes, in_parts=in_parts, empty_state=empty)
 
@@ -388,7 +380,7 @@ class Bound:
     def fold(self, micro_fn: Any, reducers_fn: Any, thread: Any = None) -> Any:
         return fold(
             micro_fn,
-            self.batch,
+            self.batch.leaves,
             self.segments,
             reducers_fn,
             num_real=self.num_real,

@@ -1,5 +1,6 @@
 """Cutting a batch into micro-batches: exact for every size, without moving sharded rows."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,12 +49,18 @@ def micro_batch(grid: Any, index: Any) -> Any:
 
 def segments(
     function: str,
-    batch: Any,
+    size: int,
     num_microbatches: int | None,
     microbatch_size: int | None,
 ) -> tuple[Segment, ...]:
-    """The blocks of micro-batches of equal size, in the order in which they run."""
-    size = batch_size(function, batch)
+    """The blocks of micro-batches of equal size, in the order in which they run.
+
+    Args:
+      function: the public function's name, for messages.
+      size: the rows of the batch.
+      num_microbatches: into how many micro-batches they are cut.
+      microbatch_size: the rows of each. Exactly one of the two is given.
+    """
     if num_microbatches is not None:
         if num_microbatches > size:
             raise ValueError(
@@ -72,14 +79,23 @@ def segments(
     return tuple(segment for segment in (first, second) if segment.num)
 
 
-def batch_size(function: str, batch: Any) -> int:
-    """The common size of axis 0 of all leaves of `batch`."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+def common_rows(function: str, trees: dict[str, Any]) -> int:
+    """The common size of axis 0 of all leaves.
+
+    Args:
+      function: the public function's name, for messages.
+      trees: what is cut, by its name in messages.
+    """
+    names = " and ".join(f"`{name}`" for name in trees)
+    leaves = [
+        (name + jax.tree_util.keystr(path), leaf)
+        for name, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
     if not leaves:
-        raise ValueError(f"{function}: `batch` has no leaves, so there are no rows to cut.")
+        raise ValueError(f"{function}: {names} has no leaves, so there are no rows to cut.")
     sizes: dict[int, str] = {}
-    for path, leaf in leaves:
-        name = f"batch{jax.tree_util.keystr(path)}"
+    for name, leaf in leaves:
         if not checks.is_array(leaf):
             raise TypeError(
                 f"{function}: `{name}` must be an array of numbers, got {checks.describe(leaf)}. "
@@ -87,19 +103,48 @@ def batch_size(function: str, batch: Any) -> int:
             )
         if np.ndim(leaf) == 0:
             raise ValueError(
-                f"{function}: every leaf of `batch` is cut along axis 0, but `{name}` is "
+                f"{function}: every leaf of {names} is cut along axis 0, but `{name}` is "
                 f"{checks.describe(leaf)}. Pass what is not per example in `*args`."
             )
         sizes.setdefault(np.shape(leaf)[0], f"`{name}` ({checks.describe(leaf)})")
     if len(sizes) > 1:
         raise ValueError(
-            f"{function}: all leaves of `batch` need the same number of rows, got "
+            f"{function}: all leaves of {names} need the same number of rows, got "
             f"{' and '.join(sizes.values())}."
         )
     (size,) = sizes
     if size == 0:
-        raise ValueError(f"{function}: `batch` has zero rows; leave the call out instead.")
+        raise ValueError(f"{function}: {names} has zero rows; leave the call out instead.")
     return size
+
+
+def rebuilt(function: str, tree: Any, leaves: Sequence[Any]) -> Any:
+    """The tree around the rows of a micro-batch.
+
+    Raises:
+      TypeError: a node of the tree does not accept arrays of another shape.
+    """
+    try:
+        return jax.tree.unflatten(tree, leaves)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise TypeError(
+            f"{function}: the batch holds a `{_refusing(tree, leaves)}`, which does not accept "
+            f"the rows of one micro-batch in place of its array: {reason} Pass plain arrays, with "
+            "their rows along axis 0, and make such objects of them in the loss function."
+        ) from error
+
+
+def _refusing(tree: Any, leaves: Sequence[Any]) -> str:
+    """The type of the innermost node that cannot be made of `leaves`."""
+    rest = list(leaves)
+    for child in tree.children():
+        own, rest = rest[: child.num_leaves], rest[child.num_leaves :]
+        try:
+            jax.tree.unflatten(child, own)
+        except Exception:
+            return _refusing(child, own)
+    return str(tree.node_data()[0].__name__)
 
 
 def check_cut(
@@ -141,8 +186,9 @@ def split(
       [[0, 1, 2], [3, 4]]
     """
     number, size = check_cut("split", num_microbatches, microbatch_size)
+    leaves, tree = jax.tree.flatten(batch)
     pieces = []
-    for segment in segments("split", batch, number, size):
-        grid = segment.grid(batch)
+    for segment in segments("split", common_rows("split", {"batch": batch}), number, size):
+        grid = segment.grid(leaves)
         pieces += [micro_batch(grid, index) for index in range(segment.num)]
-    return pieces
+    return [rebuilt("split", tree, piece) for piece in pieces]

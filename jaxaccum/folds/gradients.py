@@ -1,41 +1,113 @@
 """From the arguments in `argnums` to flat gradient leaves, and back."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.reducers import Addition, Concat, Concatenation, Mark, Reducer, Sum
 from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.batch import Batch
+from jaxaccum.folds.shards import Shard, shard_of
 
 
 class Differentiated:
     """The arguments in `argnums`, whose gradients are carried as a flat list.
 
+    Everywhere in the order of `argnums`; those that are cut, with the batch, come last in the list.
+
     Attributes:
       positions: the arguments' positions.
-      leaves: their leaves, but for the batch.
+      leaves: the leaves of those that are whole.
       moving: those of the leaves that have a gradient.
+      rows: for each leaf of the batch whether it has a gradient.
     """
 
-    def __init__(self, options: Options, args: Sequence[Any]):
-        self.options, self.batch = options, args[1]
+    def __init__(self, options: Options, args: Sequence[Any], batch: Batch):
+        self.options, self.batch = options, batch
         self.positions = checks.argnums(options.function, options.argnums, len(args))
-        whole = {p: args[p] for p in self.positions if p != 1}
-        checks.arrays(options.function, whole, name="argument")
-        self.leaves, self.structure = jax.tree.flatten(whole)
+        self.rows = batch.moving(self.positions)
+        self._whole = [p for p in self.positions if p not in batch.positions]
+        trees = {p: args[p] for p in self._whole}
+        checks.arrays(options.function, trees, name="argument")
+        self.leaves, self._structure = jax.tree.flatten([trees[p] for p in self._whole])
         self.moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
 
     def rebuild(self, moving: Sequence[Any]) -> dict[int, Any]:
-        """The arguments by position, with `moving` in the places of the leaves with a gradient."""
+        """The whole arguments by position, `moving` in place of the leaves with a gradient."""
         supply = iter(moving)
-        leaves = [next(supply) if is_inexact(x) else x for x in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
+        return self.by_position([next(supply) if is_inexact(x) else x for x in self.leaves])
+
+    def by_position(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """The whole arguments by position, made of `leaves`."""
+        return dict(zip(self._whole, jax.tree.unflatten(self._structure, leaves), strict=True))
+
+    def tree(self, leaves: Sequence[Any], rows: Sequence[Any]) -> Any:
+        """One tree for an int `argnums`, a tuple of trees for a sequence.
+
+        Args:
+          leaves: what stands in the place of each leaf of the whole arguments.
+          rows: in that of each leaf of the batch.
+        """
+        found = self.by_position(leaves) | self.batch.by_position(rows)
+        trees = tuple(found[p] for p in self.positions)
+        return trees if isinstance(self.options.argnums, Sequence) else trees[0]
+
+    def spread(
+        self,
+        argument: str,
+        prefix: Any,
+        leaf_fn: Callable[[Any, bool], Any],
+        *,
+        of: str = "parameters",
+    ) -> list[Any]:
+        """One value for each of `leaves`, from a tree prefix of the arguments in `argnums`.
+
+        Args:
+          argument: what the prefix was given as.
+          prefix: the tree prefix.
+          leaf_fn: from a leaf of the prefix, and whether it stands for rows of the batch, to the
+            value.
+          of: what the prefix is one of, for messages.
+        """
+        whole = self.tree([False] * len(self.leaves), [True] * len(self.batch.leaves))
+        is_choice = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+        try:
+            pairs = jax.tree.map(
+                lambda choice, part: jax.tree.map(lambda cut: _Choice(choice, cut), part),
+                prefix,
+                whole,
+                is_leaf=is_choice,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{self.options.function}: `{argument}` must be a tree prefix of the {of}, "
+                f"{jax.tree.structure(whole)}, got "
+                f"{jax.tree.structure(prefix, is_leaf=is_choice)}."
+            ) from error
+        chosen = [(leaf_fn(c.choice, c.cut), c.cut) for c in jax.tree.leaves(pairs)]
+        return [value for value, cut in chosen if not cut]
+
+    def shards(self, argument: str, specs: Any, axes: Sequence[str]) -> list[Shard | None]:
+        """The shard over `axes` of each of `leaves`, from a tree prefix of partition specs."""
+        function = self.options.function
+
+        def shard(spec: Any, cut: bool) -> Shard | None:
+            found = shard_of(function, argument, spec, axes)
+            if cut and found is not None and found.dimension:
+                raise ValueError(
+                    f"{function}: `{argument}` splits the batch's gradient, {spec}, whose rows lie "
+                    "on the devices as the rows themselves do. Put `P()` in its place."
+                )
+            return found
+
+        return [None] * len(self.leaves) if specs is None else self.spread(argument, specs, shard)
 
     def reducers(self, grads: Sequence[Any]) -> list[Reducer]:
         """The reducers of the gradient leaves; rows of the batch are concatenated."""
@@ -44,50 +116,40 @@ class Differentiated:
         return chosen + [Concatenation()] * (len(grads) - len(chosen))
 
     def _parameter_reducers(self) -> list[Reducer]:
-        accumulator, prefix = self.options.accumulator, self.options.grad_reducers
-        if prefix is None:
+        accumulator, function = self.options.accumulator, self.options.function
+        if self.options.grad_reducers is None:
             return [accumulator] * len(self.leaves)
 
-        def spread(choice: Any, subtree: Any) -> Any:
+        def reducer(choice: Any, cut: bool) -> Reducer:
             if not (isinstance(choice, type) and issubclass(choice, Mark) and choice is not Concat):
                 raise TypeError(
-                    f"{self.options.function}: the leaves of `grad_reducers` must be `ja.Sum`, "
+                    f"{function}: the leaves of `grad_reducers` must be `ja.Sum`, "
                     f"`ja.Max`, `ja.Min` or `ja.Last`, got {checks.describe(choice)}."
                 )
-            reducer = accumulator if choice is Sum else choice.reducer
-            return jax.tree.map(lambda _: reducer, subtree)
+            if cut and choice is not Sum:
+                raise ValueError(
+                    f"{function}: `grad_reducers` names `ja.{choice.__name__}` for the batch, "
+                    "whose rows have one gradient each, so there is nothing to combine. Put "
+                    "`ja.Sum` in its place."
+                )
+            return accumulator if choice is Sum else choice.reducer
 
-        arguments = self.select(self.rebuild(self.moving))
-        try:
-            reducers = jax.tree.map(spread, prefix, arguments)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.options.function}: `grad_reducers` must be a tree prefix of the "
-                f"gradients, {jax.tree.structure(arguments)}, got {jax.tree.structure(prefix)}."
-            ) from error
-        return jax.tree.leaves(reducers)
+        return self.spread("grad_reducers", self.options.grad_reducers, reducer, of="gradients")
 
     def gradients(self, values: list[Any], reducers: list[Reducer]) -> tuple[Any, list[Reducer]]:
         """The gradient tree of `argnums`, and the reducer of each of its leaves."""
         supply = iter(zip(values, reducers, strict=True))
 
-        def place(leaf: Any) -> _Placed:
-            if not is_inexact(leaf):
+        def place(leaf: Any, moves: bool) -> _Placed:
+            if not moves:
                 return _Placed(np.zeros(np.shape(leaf), jax.dtypes.float0), Addition())
             value, reducer = next(supply)
             return _Placed(value, Addition() if isinstance(reducer, Addition) else reducer)
 
-        arguments = jax.tree.unflatten(self.structure, [place(leaf) for leaf in self.leaves])
-        if 1 in self.positions:
-            arguments[1] = jax.tree.map(place, self.batch)
-        pairs = self.select(arguments)
-        leaves, tree = jax.tree.flatten(pairs, is_leaf=lambda x: isinstance(x, _Placed))
+        whole = [place(leaf, is_inexact(leaf)) for leaf in self.leaves]
+        rows = [place(*pair) for pair in zip(self.batch.leaves, self.rows, strict=True)]
+        leaves, tree = jax.tree.flatten(self.tree(whole, rows))
         return jax.tree.unflatten(tree, [p.value for p in leaves]), [p.reducer for p in leaves]
-
-    def select(self, arguments: dict[int, Any]) -> Any:
-        """One tree for an int `argnums`, a tuple of trees for a sequence."""
-        trees = tuple(arguments[p] for p in self.positions if p in arguments)
-        return trees if isinstance(self.options.argnums, Sequence) else trees[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +158,11 @@ class _Placed:
 
     value: Any
     reducer: Reducer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """A leaf of a tree prefix, for one leaf below it; not a pytree either."""
+
+    choice: Any
+    cut: bool

@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxaccum.core import checks
 from jaxaccum.folds import cut, devices, spmd
-from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.arguments import NOTHING, Options
+from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.replay import Replay
 from jaxaccum.numerics import accumulators
 
@@ -16,6 +17,7 @@ def microbatch(
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
     accumulator: accumulators.Accumulator | None = None,
@@ -37,8 +39,9 @@ def microbatch(
         with the keyword `key` as well.
       num_microbatches: how many micro-batches; the first `B % num_microbatches` hold one row more.
       microbatch_size: the rows of a micro-batch; the last may be shorter. Exactly one of the two.
-      argnums: the positional arguments that may be differentiated; 1 is the batch, whose cotangent
+      argnums: the positional arguments that may be differentiated; the cotangent of one that is cut
         is in the batch's row order. Values that `fn` closes over may be differentiated as well.
+      batch_argnums: the positional arguments that are cut; 1 by default, as in `ja.accumulate`.
       axis_name: mesh axes over which the batch is split, inside `jax.shard_map` or `jax.pmap`. All
         outputs are combined over the devices, concatenated and stacked ones in the order of the
         devices, and are the same on each; gradients meet in one reduction. What is made of the
@@ -81,6 +84,7 @@ def microbatch(
         microbatch_size=size,
         accumulator=accumulators.checked(name, accumulator),
         argnums=argnums,
+        batch_argnums=checked_argnums(name, fn, batch_argnums, name="fn"),
         unroll=unroll,
         axis_name=devices.names_of(name, "axis_name", axis_name) or None,
         spmd_axis_name=devices.names_of(name, "spmd_axis_name", spmd_axis_name) or None,
@@ -92,9 +96,14 @@ def microbatch(
         )
 
     def microbatch_fn(
-        params: Any, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+        params: Any,
+        batch: Any = NOTHING,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        **inputs: Any,
     ) -> Any:
-        every = (params, batch, *args)
+        every = options.positional((params, batch, *args), inputs)
         if options.spmd_axis_name is not None:
             return spmd.combine(options, every, key, num_real)
         return Replay(options, every, key, num_real).combined()

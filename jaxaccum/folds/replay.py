@@ -20,6 +20,7 @@ from jaxaccum.core.reducers import (
 )
 from jaxaccum.folds import arguments, cut, devices
 from jaxaccum.folds.arguments import Options
+from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.cotangents import spread
 from jaxaccum.folds.losses import check_rows, check_same_marks
 from jaxaccum.folds.scan import Outcome, fold
@@ -29,7 +30,7 @@ class _Inputs(NamedTuple):
     """All arrays of one call; JAX differentiates with respect to these.
 
     Attributes:
-      moving: the inexact leaves of the arguments in `argnums`, but for the batch.
+      moving: the inexact leaves of the arguments in `argnums` that are whole.
       fixed: the other arrays among the arguments' leaves.
       rows: the leaves of the batch.
       key: the PRNG key, or `None`.
@@ -58,18 +59,19 @@ class Replay:
 
     def __init__(self, options: Options, args: Sequence[Any], key: Any, num_real: Any):
         name = options.function
-        self.options, self.args, self.batch = options, args, args[1]
+        self.options, self.args = options, args
+        self.batch = Batch(name, args, options.batch_argnums, options.argnums)
         self.axes = devices.axes(name, options.axis_name)
         key = arguments.own_key(options, key, self.axes)
         self.segments = cut.segments(
-            name, self.batch, options.num_microbatches, options.microbatch_size
+            name, self.batch.rows, options.num_microbatches, options.microbatch_size
         )
         self.number = sum(segment.num for segment in self.segments)
         num_real = arguments.num_real(name, num_real, self.number)
         positions = checks.argnums(name, options.argnums, len(args))
         checks.arrays(name, [args[p] for p in positions], name="argument")
-        self.batch_moves = 1 in positions
-        batch = [jnp.asarray(x) for x in jax.tree.leaves(self.batch)]
+        self.rows_move = self.batch.moving(positions)
+        batch = self.batch.leaves
         # Gradients stay local only of what is typed as different on each device.
         self.varied = devices.checked(self.axes).union(*map(compat.varying_axes, batch))
         self._split(positions)
@@ -78,7 +80,7 @@ class Replay:
 
     def _split(self, positions: Sequence[int]) -> None:
         """The arguments' leaves: those that move, other arrays, and what is closed over."""
-        whole = {p: arg for p, arg in enumerate(self.args) if p != 1}
+        whole = self.batch.others(self.args)
         leaves, self.tree = jax.tree.flatten(whole)
         owners = jax.tree.leaves({p: jax.tree.map(lambda _, p=p: p, a) for p, a in whole.items()})
         self.leaves = leaves
@@ -142,11 +144,10 @@ class Replay:
             for role, x in zip(self.roles, self.leaves, strict=True)
         ]
         whole = jax.tree.unflatten(self.tree, leaves)
-        whole[1] = jax.tree.unflatten(
-            jax.tree.structure(self.batch), [next(supply) for _ in self.inputs.rows]
-        )
+        args = [whole.get(p) for p in range(len(self.args))]
+        args = self.batch.put(args, [next(supply) for _ in self.inputs.rows])
         named = arguments.passed_key(self.options, next(supply, None))
-        outputs = self.options.loss_fn(*[whole[p] for p in range(len(self.args))], **named)
+        outputs = self.options.loss_fn(*args, **named)
         remedy = "Return arrays, in `ja.Sum`, `ja.Mean`, `ja.Concat` and the like."
         checks.arrays(self.options.function, outputs, name="outputs", remedy=remedy)
         return outputs
@@ -186,9 +187,13 @@ class Replay:
         def moves(value: Any, flag: bool) -> bool:
             return flag and is_inexact(value)
 
-        rows = any(map(moves, values.rows, flags.rows)) and not self.batch_moves
+        rows = [
+            self.batch.owners[i]
+            for i, (x, flag) in enumerate(zip(values.rows, flags.rows, strict=True))
+            if moves(x, flag) and not self.rows_move[i]
+        ]
         if rows or any(map(moves, values.fixed, flags.fixed)):
-            what = "the batch, argument 1" if rows else "an argument"
+            what = f"the batch, argument {rows[0]}," if rows else "an argument"
             raise ValueError(
                 f"{name}: {what} that is not in `argnums` {self.options.argnums} is "
                 "differentiated. Add it to `argnums`, or put `jax.lax.stop_gradient` around it."

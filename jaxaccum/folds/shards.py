@@ -53,44 +53,19 @@ class Place:
     shard: Shard | None
 
 
-def shards(
-    function: str, argument: str, specs: Any, tree: Any, axes: Sequence[str]
-) -> list[Shard | None]:
-    """The shard over `axes` of each leaf of `tree`, from a tree prefix of partition specs.
+def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Shard | None:
+    """The part of a partition spec, or `None`, that concerns `axes`.
 
     Args:
       function: the public function's name, for messages.
       argument: the argument's name.
-      specs: `PartitionSpec`s or `None`, a tree prefix of `tree`; other mesh axes are ignored.
-      tree: the parameters.
+      spec: how an array lies; other mesh axes are ignored.
       axes: the axes of the window.
 
     Raises:
-      TypeError: a leaf of `specs` is not a `PartitionSpec`.
-      ValueError: `specs` is no prefix of `tree`, or splits several dimensions over the axes.
+      TypeError: it is not a `PartitionSpec`.
+      ValueError: it splits several dimensions over the axes.
     """
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
-
-    def spread(spec: Any, subtree: Any) -> Any:
-        shard = shard_of(function, argument, spec, axes)
-        return jax.tree.map(lambda _: Place(shard), subtree)
-
-    if specs is None:
-        specs = PartitionSpec()
-    try:
-        chosen = jax.tree.map(spread, specs, tree, is_leaf=is_spec)
-    except ValueError as error:
-        if function in str(error):
-            raise
-        raise ValueError(
-            f"{function}: `{argument}` must be a tree prefix of the parameters, "
-            f"{jax.tree.structure(tree)}, got {jax.tree.structure(specs, is_leaf=is_spec)}."
-        ) from error
-    return [place.shard for place in jax.tree.leaves(chosen)]
-
-
-def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Shard | None:
-    """The part of `spec` that concerns `axes`; see `shards`."""
     if spec is None:
         return None
     if not isinstance(spec, PartitionSpec):

@@ -12,15 +12,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxaccum.core import checks, compat
 from jaxaccum.core.reducers import reducers_of
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import cut, devices
+from jaxaccum.folds import devices
 from jaxaccum.folds.arguments import Given, Options
+from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.bound import Bound
+from jaxaccum.folds.gradients import Differentiated
 from jaxaccum.folds.replay import Replay
-from jaxaccum.folds.shards import Shard, shard_of, shards
+from jaxaccum.folds.shards import Shard, shard_of
 
 
 def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
-    """The window's sums, from each device's own rows of the batch, `args[1]`.
+    """The window's sums, from each device's own rows of the batch.
 
     Arguments are whole on each device as far as the axes of `spmd_axis_name` go, except for
     parameters in parts; other mesh axes stay as they are. `num_real` may hold one number for each
@@ -30,7 +32,8 @@ def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
       ValueError: there is no mesh with these axes, or the rows do not divide by the devices.
     """
     function = options.function
-    names, mesh, number = _devices(options, args)
+    batch = Batch(function, args, options.batch_argnums, options.argnums)
+    names, mesh, number = _devices(options, args, batch)
     num_real = call.num_real
     per_device = np.ndim(num_real) == 1
     if per_device and np.shape(num_real) != (number,):
@@ -39,41 +42,46 @@ def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
             f"devices, got {checks.describe(num_real)}."
         )
 
-    own, out = _layouts(options, args, mesh, names)
+    tree = Differentiated(options, args, batch)
+    own, out = _layouts(tree, mesh, names)
     rows = PartitionSpec(names)
+    local = _local(options, names, batch)
+    whole_rows = [PartitionSpec()] * len(batch.leaves)
     local = dataclasses.replace(
-        options, axis_name=names, spmd_axis_name=None, param_specs=own, grad_specs=out
+        local, param_specs=tree.tree(own, whole_rows), grad_specs=tree.tree(out, whole_rows)
     )
 
     # What is not an array cannot enter a `shard_map` and is closed over.
-    whole: dict[Any, Any] = {p: arg for p, arg in enumerate(args) if p != 1}
-    whole |= call._replace(num_real=None if per_device else num_real)._asdict()
-    leaves, tree = jax.tree.flatten(list(whole.values()))
+    others = batch.others(args)
+    whole: dict[Any, Any] = (
+        others | call._replace(num_real=None if per_device else num_real)._asdict()
+    )
+    leaves, structure = jax.tree.flatten(list(whole.values()))
     arrays = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
-    specs = _specs_of(whole, args, options, own)
+    specs = _specs_of(whole, tree.by_position(own))
     given = [jnp.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
     specs = [spec for spec, a in zip(specs, arrays, strict=True) if a]
     layout: dict[str, Any] = {}
-    grad_specs = jax.tree.leaves(_grad_specs(args, options, out, rows))
+    grad_specs = jax.tree.leaves(tree.tree(out, [rows] * len(batch.leaves)))
     groups = list(dict.fromkeys([PartitionSpec(), rows, *grad_specs]))
 
     def window_fn(given: list[Any], sharded: Any) -> list[list[Any]]:
         supply = iter(given)
         mixed = [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
-        named: dict[Any, Any] = dict(zip(whole, jax.tree.unflatten(tree, mixed), strict=True))
-        batch, real = sharded
+        named: dict[Any, Any] = dict(zip(whole, jax.tree.unflatten(structure, mixed), strict=True))
+        own_rows, real = sharded
         own = Given(*[named[name] for name in Given._fields])
         if per_device:
             own = own._replace(num_real=jnp.asarray(real)[0])
-        named[1] = batch
-        result = Bound(local, [named[p] for p in range(len(args))], own).sums()
+        every = batch.put([named.get(p) for p in range(len(args))], own_rows)
+        result = Bound(local, every, own).sums()
         flat, layout["tree"] = jax.tree.flatten(result)
         kinds = layout["kinds"] = _kinds(result, rows, grad_specs)
         layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind is None]
         return [[x for x, kind in zip(flat, kinds, strict=True) if kind == g] for g in groups]
 
     given = [_place(x, spec, mesh, names) for x, spec in zip(given, specs, strict=True)]
-    sharded = (args[1], num_real if per_device else None)
+    sharded = (batch.leaves, num_real if per_device else None)
     sharded = jax.tree.map(lambda x: _place(x, rows, mesh, names), sharded)
     results = jax.shard_map(
         window_fn,
@@ -90,73 +98,71 @@ def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
 
 
 def combine(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> Any:
-    """The combined outputs of `microbatch`, from each device's own rows of the batch, `args[1]`.
+    """The combined outputs of `microbatch`, from each device's own rows of the batch.
 
     Raises:
       ValueError: there is no mesh with these axes, or the rows do not divide by the devices.
     """
-    names, mesh, _ = _devices(options, args)
-    local = dataclasses.replace(options, axis_name=names, spmd_axis_name=None)
-    whole = {"args": [a for p, a in enumerate(args) if p != 1], "key": key, "real": num_real}
+    batch = Batch(options.function, args, options.batch_argnums, options.argnums)
+    names, mesh, _ = _devices(options, args, batch)
+    local = _local(options, names, batch)
+    whole = {"args": batch.others(args), "key": key, "real": num_real}
     # What is not an array cannot enter a `shard_map` and is closed over.
     leaves, tree = jax.tree.flatten(whole)
     arrays = [isinstance(x, jax.Array | np.ndarray | float) for x in leaves]
     given = [jnp.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
 
-    def local_fn(given: list[Any], batch: Any) -> Any:
+    def local_fn(given: list[Any], own_rows: list[Any]) -> Any:
         supply = iter(given)
         mixed = [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
         named = jax.tree.unflatten(tree, mixed)
-        every = [named["args"][0], batch, *named["args"][1:]]
+        every = batch.put([named["args"].get(p) for p in range(len(args))], own_rows)
         return Replay(local, every, named["key"], named["real"]).combined()
 
     everywhere, rows = PartitionSpec(), PartitionSpec(names)
-    given = [_place(x, everywhere, mesh, names) for x in given]
-    batch = jax.tree.map(lambda x: _place(x, rows, mesh, names), args[1])
     return jax.shard_map(
         local_fn,
         mesh=mesh,
         in_specs=(everywhere, rows),
         out_specs=everywhere,
         axis_names=set(names),
-    )(given, batch)
+    )(
+        [_place(x, everywhere, mesh, names) for x in given],
+        [_place(x, rows, mesh, names) for x in batch.leaves],
+    )
 
 
-def _devices(options: Options, args: Sequence[Any]) -> tuple[tuple[str, ...], Any, int]:
+def _local(options: Options, names: tuple[str, ...], batch: Batch) -> Options:
+    """The options of each device's own window."""
+    return dataclasses.replace(
+        options, axis_name=names, spmd_axis_name=None, batch_argnums=batch.positions
+    )
+
+
+def _devices(
+    options: Options, args: Sequence[Any], batch: Batch
+) -> tuple[tuple[str, ...], Any, int]:
     """The axes, their mesh and how many devices there are, whose number the rows divide by."""
     names = devices.names_of(options.function, "spmd_axis_name", options.spmd_axis_name)
     mesh = mesh_of(options.function, names, args)
     number = int(np.prod([mesh.shape[name] for name in names]))
-    _check_rows(options.function, cut.batch_size(options.function, args[1]), number, names)
+    if batch.rows % number:
+        raise ValueError(
+            f"{options.function}: the batch has {batch.rows} rows, which do not divide by the "
+            f"{number} devices of `spmd_axis_name` {names}. Pad it with `ja.pad_batch` to "
+            f"{-(-batch.rows // number) * number} rows."
+        )
     return names, mesh, number
 
 
-def _check_rows(function: str, rows: int, number: int, names: tuple[str, ...]) -> None:
-    if rows % number:
-        raise ValueError(
-            f"{function}: the batch has {rows} rows, which do not divide by the {number} devices "
-            f"of `spmd_axis_name` {names}. Pad it with `ja.pad_batch` to "
-            f"{-(-rows // number) * number} rows."
-        )
-
-
-def _differentiated(args: Sequence[Any], options: Options) -> tuple[tuple[int, ...], Any]:
-    """The positions of the differentiated arguments, and those but for the batch as one tree."""
-    positions = checks.argnums(options.function, options.argnums, len(args))
-    trees = tuple(args[p] for p in positions if p != 1)
-    one = not isinstance(options.argnums, Sequence) and trees
-    return positions, trees[0] if one else trees
-
-
 def _layouts(
-    options: Options, args: Sequence[Any], mesh: Any, names: tuple[str, ...]
-) -> tuple[Any, Any]:
-    """The specs over `names` of each parameter and of each gradient leaf."""
-    _, tree = _differentiated(args, options)
+    tree: Differentiated, mesh: Any, names: tuple[str, ...]
+) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    """The specs over `names` of each leaf of the whole parameters, and of its gradient."""
+    options = tree.options
 
-    def spread(found: Sequence[Shard | None]) -> Any:
-        specs = [shard.spec() if shard else PartitionSpec() for shard in found]
-        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+    def specs(found: Sequence[Shard | None]) -> list[PartitionSpec]:
+        return [shard.spec() if shard else PartitionSpec() for shard in found]
 
     def of_type(leaf: Any) -> Shard | None:
         explicit = [name for name in names if compat.is_explicit(mesh, name)]
@@ -165,39 +171,21 @@ def _layouts(
         return shard_of(options.function, "params", compat.spec_of(leaf), explicit)
 
     if options.param_specs is None:
-        own = spread([of_type(leaf) for leaf in jax.tree.leaves(tree)])
+        own = specs([of_type(leaf) for leaf in tree.leaves])
     else:
-        own = spread(shards(options.function, "param_specs", options.param_specs, tree, names))
+        own = specs(tree.shards("param_specs", options.param_specs, names))
     if options.grad_specs is None:
         return own, own
-    return own, spread(shards(options.function, "grad_specs", options.grad_specs, tree, names))
+    return own, specs(tree.shards("grad_specs", options.grad_specs, names))
 
 
-def _specs_of(
-    whole: dict[Any, Any], args: Sequence[Any], options: Options, own: Any
-) -> list[PartitionSpec]:
+def _specs_of(whole: dict[Any, Any], by_position: dict[int, Any]) -> list[PartitionSpec]:
     """The spec of each leaf of what enters the `shard_map` beside the batch."""
-    by_position = _by_position(args, options, own)
     specs: list[PartitionSpec] = []
     for name, value in whole.items():
         replicated = [PartitionSpec()] * len(jax.tree.leaves(value))
         specs += jax.tree.leaves(by_position[name]) if name in by_position else replicated
     return specs
-
-
-def _by_position(args: Sequence[Any], options: Options, specs: Any) -> dict[Any, Any]:
-    positions, _ = _differentiated(args, options)
-    positions = tuple(p for p in positions if p != 1)
-    trees = specs if isinstance(options.argnums, Sequence) else (specs,)
-    return dict(zip(positions, trees, strict=False))
-
-
-def _grad_specs(args: Sequence[Any], options: Options, out: Any, rows: PartitionSpec) -> Any:
-    """The spec of each leaf of the gradients, in the order of `argnums`."""
-    by_position = _by_position(args, options, out)
-    positions, _ = _differentiated(args, options)
-    by_position[1] = jax.tree.map(lambda _: rows, args[1])
-    return [by_position[p] for p in positions]
 
 
 def _kinds(

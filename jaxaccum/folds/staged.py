@@ -82,7 +82,7 @@ class StagedWindow:
     def __init__(self, bound: Any, *, weights_only: bool):
         self.bound, self.options = bound, bound.options
         function, name = self.options.function, self.options.window_axis_name
-        grid = bound.segments[0].grid(bound.batch)
+        grid = bound.segments[0].grid(bound.batch.leaves)
         self.loss, _, self.flags = bound.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
         self.loss.weights_fn(function, self.flags)  # refuses what depends on the parameters
         self.num_terms = n = self.loss.terms.num_leaves

@@ -10,7 +10,8 @@ from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.folds import arguments, cut, devices, faults, shards, spmd, window_axis
-from jaxaccum.folds.arguments import Given, Options
+from jaxaccum.folds.arguments import NOTHING, Given, Options
+from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.bound import Bound
 from jaxaccum.folds.model_state import check_policy
 from jaxaccum.numerics import accumulators
@@ -22,6 +23,7 @@ def accumulate(
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
@@ -53,8 +55,11 @@ def accumulate(
         keyword `key` as well.
       num_microbatches: how many micro-batches; the first `B % num_microbatches` hold one row more.
       microbatch_size: the rows of a micro-batch; the last may be shorter. Exactly one of the two.
-      argnums: the positional arguments to differentiate, as in `jax.grad`; 1 is the batch, whose
-        gradient comes back in the batch's row order.
+      argnums: the positional arguments to differentiate, as in `jax.grad`; the gradient of one that
+        is cut comes back in the batch's row order.
+      batch_argnums: the positional arguments that are cut along axis 0, all of the same number of
+        rows; the others pass through whole. 1 by default, and then another argument whose arrays
+        all have the batch's number of rows is refused until it is said what it is.
       has_aux: whether `loss_fn` returns `(loss, aux)`. Leaves of `aux` are combined by their
         marks: `Mean`, `Sum`, `Max`, `Min`, `Last`, `Concat`; a bare array is stacked along a new
         leading axis of micro-batches.
@@ -129,6 +134,7 @@ def accumulate(
         num_microbatches,
         microbatch_size,
         argnums=argnums,
+        batch_argnums=batch_argnums,
         has_aux=has_aux,
         axis_name=axis_name,
         spmd_axis_name=spmd_axis_name,
@@ -147,16 +153,17 @@ def accumulate(
 
     def accumulate_fn(
         params: Any,
-        batch: Any,
+        batch: Any = NOTHING,
         *args: Any,
         key: Any = None,
         num_real: Any = None,
         denominators: Any = None,
         loss_scale: Any = None,
         model_state: Any = None,
+        **inputs: Any,
     ) -> WindowSums:
         given = Given(key, num_real, denominators, loss_scale, model_state)
-        return _sums(options, (params, batch, *args), given)
+        return _sums(options, options.positional((params, batch, *args), inputs), given)
 
     return accumulate_fn
 
@@ -167,6 +174,7 @@ def value_and_grad(
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
@@ -193,6 +201,7 @@ def value_and_grad(
       num_microbatches: how many micro-batches; this and all below as in `accumulate`.
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: the positional arguments to differentiate.
+      batch_argnums: the positional arguments that are cut; 1 by default.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the sums are reduced, once, inside `shard_map` or `pmap`.
       spmd_axis_name: mesh axes over which the sums are reduced, once, under plain `jit`.
@@ -231,6 +240,7 @@ def value_and_grad(
         num_microbatches,
         microbatch_size,
         argnums=argnums,
+        batch_argnums=batch_argnums,
         has_aux=has_aux,
         axis_name=axis_name,
         spmd_axis_name=spmd_axis_name,
@@ -248,15 +258,16 @@ def value_and_grad(
 
     def value_and_grad_fn(
         params: Any,
-        batch: Any,
+        batch: Any = NOTHING,
         *args: Any,
         key: Any = None,
         num_real: Any = None,
         denominators: Any = None,
         loss_scale: Any = None,
         model_state: Any = None,
+        **inputs: Any,
     ) -> Any:
-        every = (params, batch, *args)
+        every = options.positional((params, batch, *args), inputs)
         given = Given(key, num_real, denominators, loss_scale, model_state)
         window = finalize(_sums(options, every, given))
         positions = checks.argnums("value_and_grad", argnums, len(every))
@@ -277,6 +288,7 @@ def denominators(
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
     window_axis_name: str | None = None,
@@ -292,6 +304,7 @@ def denominators(
       num_microbatches: how many micro-batches; as in `accumulate`.
       microbatch_size: the rows of a micro-batch. Exactly one of the two.
       argnums: the positional arguments to differentiate.
+      batch_argnums: the positional arguments that are cut; 1 by default.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the weights are summed.
       window_axis_name: the name of an axis over which `loss_fn` may use collectives.
@@ -320,6 +333,7 @@ def denominators(
         num_microbatches,
         microbatch_size,
         argnums=argnums,
+        batch_argnums=batch_argnums,
         has_aux=has_aux,
         axis_name=axis_name,
         window_axis_name=window_axis_name,
@@ -328,14 +342,15 @@ def denominators(
 
     def denominators_fn(
         params: Any,
-        batch: Any,
+        batch: Any = NOTHING,
         *args: Any,
         key: Any = None,
         num_real: Any = None,
         model_state: Any = None,
+        **inputs: Any,
     ) -> Any:
         given = Given(key, num_real, model_state=model_state)
-        bound = Bound(options, (params, batch, *args), given)
+        bound = Bound(options, options.positional((params, batch, *args), inputs), given)
         return jax.tree.unflatten(bound.first_loss().terms, bound.count())
 
     return denominators_fn
@@ -384,6 +399,7 @@ def _options(
     unroll = others.get("unroll", 1)
     if not isinstance(unroll, bool):
         others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)
+    others["batch_argnums"] = checked_argnums(function, loss_fn, others.get("batch_argnums"))
     number, size = cut.check_cut(function, num_microbatches, microbatch_size)
     return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
 

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, dtypes
+from jaxaccum.core import checks, compat
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat
+from jaxaccum.folds.arguments import NOTHING, positional
+from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.microbatch import microbatch
 
 
@@ -62,7 +64,7 @@ def contrastive(
         kept = checks.mask("contrastive", "where", where, a.shape[:1])
         # Dropped at the source: a zero times a nan in a product's derivative would be a nan.
         a, b = (jnp.where(kept[:, None], x, jnp.zeros_like(x)) for x in (a, b))
-    dtype = dtypes.promote(a, b, jnp.float32)
+    dtype = compat.promote(a, b, jnp.float32)
     temperature = jnp.asarray(temperature, dtype)
     if block_size is not None:
         block_size = checks.integer("contrastive", "block_size", block_size)
@@ -120,6 +122,7 @@ def contrastive_fn(
         `lambda params: jnp.exp(-params["log_scale"])`.
       block_size: rows of the logits in memory at a time; see `contrastive`.
       **options: the keywords of `ja.microbatch`: `num_microbatches` or `microbatch_size`,
+        `batch_argnums` where `encode_fn` takes its batch in several arguments,
         `axis_name` or `spmd_axis_name` for negatives from all devices.
 
     Returns:
@@ -150,6 +153,10 @@ def contrastive_fn(
             f"contrastive_fn: `encode_fn` must be a function, got {checks.describe(encode_fn)}."
         )
 
+    cut = checked_argnums(
+        "contrastive_fn", encode_fn, options.get("batch_argnums"), name="encode_fn"
+    )
+
     def pairs_fn(params: Any, batch: Any, *args: Any, **named: Any) -> Any:
         out = encode_fn(params, batch, *args, **named)
         if not (isinstance(out, tuple) and len(out) in (2, 3)):
@@ -167,9 +174,15 @@ def contrastive_fn(
     combined_fn = microbatch(pairs_fn, **options)
 
     def contrastive_loss_fn(
-        params: Any, batch: Any, *args: Any, key: Any = None, num_real: Any = None
+        params: Any,
+        batch: Any = NOTHING,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        **inputs: Any,
     ) -> jax.Array:
-        (a, b), where = combined_fn(params, batch, *args, key=key, num_real=num_real)
+        every = positional("contrastive_fn", (params, batch, *args), inputs, cut)
+        (a, b), where = combined_fn(*every, key=key, num_real=num_real)
         scale = temperature(params) if callable(temperature) else temperature
         return contrastive(a, b, temperature=scale, where=where, block_size=block_size)
 
