@@ -5,9 +5,13 @@ import contextlib
 import importlib
 import inspect
 import json
+import os
+import pathlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -20,12 +24,14 @@ from jaxaccum.planning import MemoryFit, fit_microbatch, plan_window
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
+    The result alone goes to stdout; what user code prints there goes to stderr.
+
     Args:
       argv: the arguments after the program's name; `None` for those of the process.
 
     Returns:
       The exit status: 0, 1 where a check failed or nothing fits, 2 for arguments that make no
-      sense.
+      sense and for user code that raises or exits.
     """
     parser = _Parser(prog="python -m jaxaccum", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -33,10 +39,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         add(commands)
     try:
         options = parser.parse_args(argv)
-        return options.run(options)
+        with _prints_aside(), _in_one_line(getattr(options, "target", None)):
+            result = options.run(options)
     except _UsageError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    print(json.dumps(result.report.as_dict(), indent=2) if options.json else result.report)
+    if result.complaint:
+        print(result.complaint, file=sys.stderr)
+    return int(result.failed)
+
+
+class _Result(NamedTuple):
+    """What a command has found, whether that is a failure, and what is to be said of it."""
+
+    report: Any
+    failed: bool = False
+    complaint: str = ""
 
 
 class _UsageError(Exception):
@@ -121,44 +140,40 @@ def _add_audit(commands: Any) -> None:
 _COMMANDS: tuple[Callable[[Any], None], ...] = (_add_plan, _add_memory, _add_audit)
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> _Result:
     given = {name: getattr(options, name) for name in _PLAN}
-    with _one_line("plan_window"):
-        plan = plan_window(**{name: value for name, value in given.items() if value is not None})
-    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan)
-    return 0
+    return _Result(plan_window(**{name: x for name, x in given.items() if x is not None}))
 
 
-def _memory(options: argparse.Namespace) -> int:
+def _memory(options: argparse.Namespace) -> _Result:
     try:
         limit = parse_bytes(options.limit) if options.limit is not None else None
     except ValueError as error:
         raise _UsageError(f"--limit: {error}") from error
     _use_devices(options)
-    make_step = _load(options.target)
-    with _one_line("fit_microbatch"):
-        fit: MemoryFit = fit_microbatch(
-            make_step,
-            examples_per_step=options.examples_per_step,
-            limit_bytes=limit,
-            data_parallel=options.data_parallel,
-            stream=options.stream,
-            uneven=options.uneven,
-            curve=options.curve,
-        )
-    print(json.dumps(fit.as_dict(), indent=2) if options.json else fit)
-    return 0 if fit.best is not None else 1
+    fit: MemoryFit = fit_microbatch(
+        _load(options.target),
+        examples_per_step=options.examples_per_step,
+        limit_bytes=limit,
+        data_parallel=options.data_parallel,
+        stream=options.stream,
+        uneven=options.uneven,
+        curve=options.curve,
+    )
+    return _Result(fit, failed=fit.best is None)
 
 
-@contextlib.contextmanager
-def _one_line(function: str) -> Iterator[None]:
-    """Turns a refusal of the library's own into one line; what user code raises stays whole."""
+def _audit(options: argparse.Namespace) -> _Result:
+    _use_devices(options)
+    fn, args, kwargs = _step(_load(options.target), options.target)
+    axes = tuple(options.axis_name.split(",")) if options.axis_name else None
+    report: Audit = audit(fn, *args, axis_name=axes, **kwargs)
     try:
-        yield
-    except (TypeError, ValueError) as error:
-        if not str(error).startswith(f"{function}: "):
-            raise
-        raise _UsageError(str(error)) from error
+        if options.assert_deferred:
+            report.assert_deferred()
+    except AssertionError as error:
+        return _Result(report, failed=True, complaint=str(error))
+    return _Result(report)
 
 
 def _use_devices(options: argparse.Namespace) -> None:
@@ -167,19 +182,57 @@ def _use_devices(options: argparse.Namespace) -> None:
         jax.config.update("jax_num_cpu_devices", options.devices)
 
 
-def _audit(options: argparse.Namespace) -> int:
-    _use_devices(options)
-    fn, args, kwargs = _step(_load(options.target), options.target)
-    axes = tuple(options.axis_name.split(",")) if options.axis_name else None
-    report: Audit = audit(fn, *args, axis_name=axes, **kwargs)
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
-    if options.assert_deferred:
-        try:
-            report.assert_deferred()
-        except AssertionError as error:
-            print(error, file=sys.stderr)
-            return 1
-    return 0
+@contextlib.contextmanager
+def _prints_aside() -> Iterator[None]:
+    """Sends to stderr what is printed to stdout, by other programs that are started too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _in_one_line(target: str | None) -> Iterator[None]:
+    """Tells in one line what the library refuses, and what user code raises, with its place."""
+    try:
+        yield
+    except _UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not _is_installed(frame.filename)]
+        places = [f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in own[-3:]]
+        refused = isinstance(error, TypeError | ValueError) and _is_ours(frames[-1].filename)
+        known = refused or isinstance(error, SyntaxError | jax.errors.JaxRuntimeError)
+        if not (places or known):
+            raise  # a mistake of the library's own
+        first, *more = str(error).strip().splitlines() or [""]
+        said = f"{first} […]" if more else first
+        if isinstance(error, SystemExit):
+            said = f"{target} exited with {said or 'status 0'}"
+        elif not refused:
+            said = f"{target} raised {type(error).__name__}{said and ': '}{said}"
+        raise _UsageError(f"{said} ({', '.join(places)})" if places else said) from error
+
+
+def _is_ours(filename: str) -> bool:
+    return pathlib.Path(__file__).parent in pathlib.Path(filename).parents
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether a file belongs to Python, to this library or to an installed one."""
+    parents = pathlib.Path(filename).parents
+    places = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    libraries = [pathlib.Path(jax.__file__).parents[1], *map(pathlib.Path, places)]
+    inside = any(library in parents for library in libraries)
+    return filename.startswith("<frozen ") or inside or _is_ours(filename)
 
 
 def _load(target: str) -> Callable[[], Any]:
@@ -225,5 +278,12 @@ def _step(make: Callable[[], Any], target: str) -> tuple[Any, tuple[Any, ...], d
     return fn, tuple(args), kwargs
 
 
+def _main() -> NoReturn:
+    status = main()
+    sys.stdout.flush()
+    os.dup2(2, 1)  # what user code prints when Python exits
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _main()

@@ -29,7 +29,26 @@ EXAMPLE = """
         return 3
 
     def broken(num_microbatches):
-        raise ValueError("of the user's own")
+        return helper()
+
+    def helper():
+        raise ValueError("of the user's own\\nin two lines")
+
+    def leaves(num_microbatches):
+        raise SystemExit(0)
+
+    def talks(num_microbatches):
+        import atexit, os, sys
+        print("print")
+        print("print", file=sys.__stdout__)
+        os.system("echo echo")
+        os.write(1, b"write")
+        atexit.register(print, "at exit")
+        return make_step(num_microbatches)
+
+    def undefined(num_microbatches):
+        w = jax.ShapeDtypeStruct((32, 32), "float32")
+        return ja.value_and_grad(lambda w, x: x.mean(), num_microbatches=2), (w, w)
 
     def devices(num_microbatches):
         assert jax.device_count() == 3
@@ -113,9 +132,43 @@ def test_memory_mistakes(example, capsys, function, options, message):
     assert err.count("\n") == 1
 
 
-def test_memory_shows_where_user_code_fails(example):
-    with pytest.raises(ValueError, match="of the user's own"):
-        memory("broken", "--limit", "1GiB")
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (
+            "broken",
+            "planned_example:broken raised ValueError: of the user's own […] "
+            "(planned_example.py:18 in broken, planned_example.py:21 in helper)",
+        ),
+        ("leaves", "planned_example:leaves exited with 0 (planned_example.py:24 in leaves)"),
+        ("undefined", "value_and_grad: the loss function must return"),
+    ],
+)
+def test_user_code_that_fails_is_told_in_one_line(example, capsys, function, said):
+    assert memory(function, "--limit", "1GiB") == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("text", ["1 +", "import no_such_thing", "raise SystemExit", "0 / 0"])
+def test_modules_that_fail_are_told_in_one_line(tmp_path, monkeypatch, capsys, text):
+    (tmp_path / "failing_example.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command.main(["audit", "failing_example:f"]) == 2
+    out, err = capsys.readouterr()
+    assert "failing_example.py" in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_mistakes_of_the_library_are_shown_whole(example, monkeypatch):
+    def fit_microbatch(*args, **kwargs):
+        return {}["no such"]
+
+    fit_microbatch.__code__ = fit_microbatch.__code__.replace(co_filename=command.__file__)
+    monkeypatch.setattr(command, "fit_microbatch", fit_microbatch)
+    with pytest.raises(KeyError, match="no such"):
+        memory("make_step")
 
 
 def test_in_a_process_of_its_own(example):
@@ -128,8 +181,11 @@ def test_in_a_process_of_its_own(example):
             cwd=example, capture_output=True, text=True, env=env,
         )  # fmt: skip
 
-    fit = run("memory", "planned_example:devices", "--examples-per-step", "64",
-              "--limit", "1MiB", "--devices", "3", "--json")  # fmt: skip
+    limits = ["--examples-per-step", "64", "--limit", "1MiB", "--json"]
+    fit = run("memory", "planned_example:devices", *limits, "--devices", "3")
     assert json.loads(fit.stdout)["num_microbatches"] == 1, fit.stderr
+    talks = run("memory", "planned_example:talks", *limits)
+    assert json.loads(talks.stdout)["num_microbatches"] == 1, talks.stderr
+    assert all(word in talks.stderr for word in ("print", "echo", "write", "at exit"))
     refused = run(*PLAN, "--data-parallel", "3")
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
