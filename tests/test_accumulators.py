@@ -142,6 +142,60 @@ def test_skipping_and_uneven_cuts(kind):
     assert sums.num_skipped == 1
 
 
+# Derivatives of what a window returns
+
+
+@each
+def test_derivatives_are_those_of_the_unrounded_sum(kind):
+    """The mean of (w x)**3 for x from 0 to 5 has the derivatives 112.5, 225, 225, 0 at w = 1."""
+    x = jnp.arange(6.0)
+    f = ja.value_and_grad(
+        lambda w, x: ja.mean((w * x) ** 3), num_microbatches=4, accumulator=KINDS[kind]
+    )
+    key = {"key": jax.random.key(0)} if kind == "stochastic" else {}
+
+    def grad(w):
+        return f(w, x, **key)[1]
+
+    def product(w):  # its second derivative holds the gradient's value, first and second derivative
+        return w * grad(w)
+
+    def derivatives(w):
+        return {
+            "reverse": jax.grad(grad)(w),
+            "forward": jax.jvp(grad, (w,), (jnp.ones_like(w),))[1],
+            "second": jax.grad(jax.grad(grad))(w),
+            "hessian": jax.hessian(product)(w),
+            "reverse twice": jax.grad(jax.grad(product))(w),
+        }
+
+    want = {"reverse": 225, "forward": 225, "second": 225, "hessian": 675, "reverse twice": 675}
+    got = jax.jit(derivatives)(jnp.float32(1))
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=min(ERRORS[kind], 2**-7), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["stochastic", "chunked"])
+def test_derivatives_of_streams_and_of_microbatch(kind):
+    key = {"key": jax.random.key(0)} if kind == "stochastic" else {}
+    tx = ja.multi_steps(optax.sgd(1.0), 2, accumulator=KINDS[kind])
+
+    def update(w):
+        state = tx.init(w)
+        for x in (2.0, 4.0):
+            updates, state = tx.update(x * w**2, state, w, **key)
+        return -updates
+
+    def combined(w):
+        g = ja.microbatch(
+            lambda w, x: ja.mean((w * x) ** 2), num_microbatches=3, accumulator=KINDS[kind]
+        )
+        return g(w, jnp.arange(6.0), **key)
+
+    np.testing.assert_allclose(jax.grad(update)(jnp.float32(1)), 6, rtol=2**-7)
+    np.testing.assert_allclose(jax.grad(jax.grad(combined))(jnp.float32(1)), 110 / 6, rtol=2**-7)
+
+
 @pytest.mark.parametrize(
     ("call_fn", "message"),
     [

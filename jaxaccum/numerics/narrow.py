@@ -46,14 +46,24 @@ class _Stochastic(_Narrow):
         return self._round(add(read(carry), value.astype(wide(value.dtype))), carry.dtype)
 
     def _round(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """Rounds up with the probability of the part that is cut off, so that no sum is biased."""
         if dtype != self.dtype:
             return x
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-        noise = jax.random.bits(self.key, x.shape, jnp.uint32) & jnp.uint32(0xFFFF)
-        up = (bits + noise) & jnp.uint32(0xFFFF0000)
-        rounded = jax.lax.bitcast_convert_type(up, jnp.float32)
-        return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+        return _rounded(x, jax.random.bits(self.key, x.shape, jnp.uint32))
+
+
+def _rounded(x: jax.Array, noise: jax.Array) -> jax.Array:
+    """A float32 array in bfloat16, rounded up with the probability of the part that is cut off.
+
+    So no sum is biased. Bits have no derivative, so that of the nearest value is added to them,
+    with the value zero: it goes straight through the rounding. (A custom derivative is forgotten
+    where JAX differentiates a loop twice.)
+    """
+    bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), jnp.uint32)
+    up = (bits + (noise & jnp.uint32(0xFFFF))) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(up, jnp.float32).astype(jnp.bfloat16)
+    nearest = x.astype(jnp.bfloat16)
+    zero = nearest - jax.lax.stop_gradient(nearest)
+    return jnp.where(jnp.isfinite(nearest), rounded + zero, nearest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +104,11 @@ def stochastic(*, dtype: Any = jnp.bfloat16) -> Accumulator:
 
     The randomness comes from the `key=` of `f` or of `update`, a different one for each micro-step,
     leaf and device.
+
+    Derivatives of what a window returns go straight through the rounding and are those of the
+    unrounded sum, to the precision of bfloat16. In forward mode (`jax.jvp`, `jax.hessian`) tangents
+    are summed in bfloat16 to the nearest, which for more than some dozen micro-batches needs
+    `plain`.
 
     Args:
       dtype: bfloat16. Wider gradients (float64, complex) are summed in theirs.
