@@ -357,3 +357,69 @@ def test_60_two_models_have_their_own_windows(setup):
     # The generator's window: 12 tokens of 1 and 28 tokens of 5.
     assert_close(seen[0], {"generator": 0.0, "critic": -2.0})
     assert_close(seen[1], {"generator": -(12 + 28 * 5) / 40, "critic": -6.0})
+
+
+# Extremes
+
+
+NARROW = [
+    jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz, jnp.float8_e5m2,
+    jnp.float8_e8m0fnu, jnp.float4_e2m1fn, jnp.int4, jnp.uint4, jnp.int8, jnp.uint8,
+    jnp.int16, jnp.uint32, jnp.bool_,
+]  # fmt: skip
+
+
+def extremes_loss(w, batch):
+    """Extremes of a batch with a nan, and of one without in many dtypes; w is a gradient too."""
+    holed, whole = batch
+
+    def kept(mark, x):
+        return mark(jnp.max(x) if mark is ja.Max else jnp.min(x))
+
+    aux = {mark.__name__: kept(mark, holed) for mark in (ja.Max, ja.Min)}
+    for mark in (ja.Max, ja.Min):
+        narrow = {jnp.dtype(d).name: mark(kept(mark, whole).value.astype(d)) for d in NARROW}
+        aux[f"narrow {mark.__name__}"] = narrow
+    safe = jnp.where(jnp.isnan(holed), 0.0, holed)
+    return ja.Mean(w[0] * jnp.max(holed) + w[1] * jnp.min(holed) + w[2] * safe.sum(), 1), aux
+
+
+@EVERYWHERE
+def test_70_a_nan_stays_in_extremes_and_narrow_dtypes_have_them(setup):
+    """One nan among eight devices, in outputs and in gradients that are extremes."""
+    holed = np.arange(16, dtype=np.float32)
+    holed[5] = np.nan
+    whole = np.array([1, 3, 1, 1, 1, 5, 1, 2] * 2, np.float32)
+    w = [jnp.float32(1)] * 3
+    options = {"has_aux": True, "grad_reducers": [ja.Max, ja.Min, ja.Sum], "num_microbatches": 2}
+    (_, aux), grads = window(setup, (holed, whole), extremes_loss, w=w, **options)
+    assert np.isnan([aux["Max"], aux["Min"], grads[0], grads[1]]).all()
+    assert grads[2] == 115 / 16
+    for name, value in (("Max", 5), ("Min", 1)):
+        got = aux[f"narrow {name}"]
+        assert_equal(got, {d: np.asarray(value, np.float32).astype(d) for d in got})
+        assert all(x.dtype == d for d, x in got.items())
+
+
+@IN_REGION
+def test_70_the_extremes_of_devices_without_micro_batches(setup):
+    """Four devices hold nothing, whose extreme is the end of the dtype's range."""
+    x = np.array([7, 3, 5, 4, 6, 9, 8, 1], np.float32)
+
+    def call(w, x, number):
+        options = {"num_microbatches": 1, "has_aux": True, "axis_name": "data"}
+
+        def loss_fn(w, x):
+            narrow = x[0].astype(jnp.float8_e4m3fn)
+            return ja.mean(w * x), (ja.Max(narrow), ja.Min(narrow), ja.Last(narrow))
+
+        return ja.value_and_grad(loss_fn, **options)(w, x, num_real=number[0])
+
+    number = np.array([1, 1, 0, 1, 0, 0, 1, 0], np.int32)
+    if setup is PMAP:
+        out = jax.pmap(call, axis_name="data", in_axes=(None, 0, 0))
+        (_, aux), _ = jax.tree.map(lambda x: x[5], out(W, *per_device((x, number))))
+    else:
+        run = setup.shard(call, (P(), P("data"), P("data")), P())
+        (_, aux), _ = run(W, *setup.put((x, number), P("data")))
+    assert_equal([np.float32(value) for value in aux], [8.0, 3.0, 8.0])

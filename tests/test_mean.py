@@ -193,6 +193,9 @@ def test_masks_and_weights_broadcast_over_dimensions_of_one():
         (jnp.float32, jnp.uint32, jnp.float32, jnp.uint32),
         (jnp.int32, None, jnp.float32, jnp.int32),
         (jnp.bool_, None, jnp.float32, jnp.int32),
+        (jnp.float8_e4m3fn, jnp.float4_e2m1fn, jnp.float32, jnp.float32),
+        (jnp.float4_e2m1fn, jnp.int4, jnp.float32, jnp.int32),
+        (jnp.uint4, None, jnp.float32, jnp.int32),
     ],
 )
 @pytest.mark.parametrize("promotion", ["standard", "strict"])

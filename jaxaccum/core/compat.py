@@ -59,12 +59,6 @@ def is_explicit(mesh: Any, name: str) -> bool:
     return kinds[name] == jax.sharding.AxisType.Explicit
 
 
-def promote(*dtypes: Any) -> Any:
-    """The common dtype of `dtypes`, also under `jax_numpy_dtype_promotion="strict"`."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*dtypes)
-
-
 @functools.cache
 def _constant_impl() -> Any:
     """A generator of which every draw is the same: the uniform number 0.05."""

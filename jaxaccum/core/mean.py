@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, dtypes
 
 
 def wide(dtype: Any) -> Any:
     """The dtype in which values of `dtype` are summed: float32, complex64, int32 or wider."""
     if jnp.issubdtype(dtype, jnp.inexact):
         narrow = jnp.complex64 if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.float32
-        return compat.promote(dtype, narrow)
+        return dtypes.promote(dtype, narrow)
     if jnp.issubdtype(dtype, jnp.unsignedinteger) and jnp.dtype(dtype).itemsize >= 4:
         return jnp.dtype(dtype)
-    return compat.promote(dtype, jnp.int32)
+    return dtypes.promote(dtype, jnp.int32)
 
 
 def add(a: Any, b: Any) -> jax.Array:
@@ -25,7 +25,7 @@ def add(a: Any, b: Any) -> jax.Array:
 
     An integer sum that does not fit becomes `lost(dtype)` and stays it.
     """
-    dtype = compat.promote(a, b)
+    dtype = dtypes.promote(a, b)
     a, b = jnp.asarray(a, dtype), jnp.asarray(b, dtype)
     total = jnp.add(a, b)
     if not jnp.issubdtype(dtype, jnp.integer):
@@ -60,7 +60,7 @@ def divide(total: Any, weight: Any, *, empty: float) -> jax.Array:
     so a nan in `total` cannot outlive a weight of zero, in the value or in the derivative. A count
     that did not fit into its integer dtype divides to nan.
     """
-    dtype = compat.promote(total, jnp.float32)
+    dtype = dtypes.promote(total, jnp.float32)
     total, weight = jnp.asarray(total, dtype), as_float(weight, dtype)
     is_empty = weight == 0
     divisor = jnp.where(is_empty, jnp.ones_like(weight), weight)
@@ -124,7 +124,7 @@ class Mean:
           14.0 0.0
         """
         cls(value, weight)._check()
-        dtype = compat.promote(value, weight, jnp.float32)
+        dtype = dtypes.promote(value, weight, jnp.float32)
         value, factor = jnp.asarray(value, dtype), jnp.asarray(weight, dtype)
         is_empty = jnp.broadcast_to(factor == 0, value.shape)
         kept = jnp.where(is_empty, jnp.zeros_like(value), value)
@@ -215,7 +215,7 @@ def mean(values: Any, where: Any = None, *, weights: Any = None) -> Mean:
     values = _array("values", values)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
         raise TypeError(f"mean: `values` must be real, got {checks.describe(values)}.")
-    dtype = compat.promote(wide(values.dtype), jnp.float32)
+    dtype = dtypes.promote(wide(values.dtype), jnp.float32)
     values = values.astype(dtype)
     kept = None
     if where is not None:
@@ -237,7 +237,7 @@ def mean(values: Any, where: Any = None, *, weights: Any = None) -> Mean:
     weights = _fit("weights", weights, values).astype(wide(weights.dtype))
     if kept is not None:
         weights = jnp.where(kept, weights, jnp.zeros_like(weights))
-    total_dtype = compat.promote(dtype, weights.dtype)
+    total_dtype = dtypes.promote(dtype, weights.dtype)
     factor, values = weights.astype(total_dtype), values.astype(total_dtype)
     unseen = (factor == 0) & ~jnp.isfinite(values)
     values = jnp.where(unseen, jnp.zeros_like(values), values)

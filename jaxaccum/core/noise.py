@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat
+from jaxaccum.core import dtypes
 from jaxaccum.core.mean import divide, wide
 
 
@@ -34,6 +34,6 @@ def square_norm(leaves: Sequence[Any]) -> jax.Array:
     total = jnp.zeros((), jnp.float32)
     for leaf in leaves:
         x = jnp.abs(leaf.astype(wide(leaf.dtype)))
-        dtype = compat.promote(total, x)
+        dtype = dtypes.promote(total, x)
         total = total.astype(dtype) + jnp.sum(jnp.square(x.astype(dtype)))
     return total

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat
+from jaxaccum.core import compat, dtypes
 from jaxaccum.core.mean import Mean, add, divide, wide
 
 
@@ -107,7 +107,7 @@ class Maximum(Reducer):
     """Keeps the elementwise largest value; a nan stays."""
 
     def empty(self, aval: Any) -> jax.Array:
-        return compat.filled(aval, aval.dtype, _lowest(aval.dtype))
+        return compat.filled(aval, aval.dtype, dtypes.lowest(aval.dtype))
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.maximum(a, b)
@@ -118,7 +118,7 @@ class Minimum(Reducer):
     """Keeps the elementwise smallest value; a nan stays."""
 
     def empty(self, aval: Any) -> jax.Array:
-        return compat.filled(aval, aval.dtype, _highest(aval.dtype))
+        return compat.filled(aval, aval.dtype, dtypes.highest(aval.dtype))
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.minimum(a, b)
@@ -161,18 +161,6 @@ class Concatenation(Stack):
 
 def _joined(pieces: Sequence[jax.Array]) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
-
-
-def _lowest(dtype: Any) -> Any:
-    if dtype == jnp.bool_:
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _highest(dtype: Any) -> Any:
-    if dtype == jnp.bool_:
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

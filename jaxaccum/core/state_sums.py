@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat
+from jaxaccum.core import dtypes
 from jaxaccum.core.checks import is_inexact, is_key
 from jaxaccum.core.mean import add, divide, wide
 from jaxaccum.core.reducers import Moments
@@ -78,6 +78,6 @@ def like(value: jax.Array, leaf: jax.Array) -> jax.Array:
 
 def statistic(stays: Any, old: Any, new: Any) -> jax.Array:
     """A batch's own statistic, from the exponential average `new` that it was folded into."""
-    dtype = compat.promote(wide(jnp.asarray(new).dtype), jnp.float32)
+    dtype = dtypes.promote(wide(jnp.asarray(new).dtype), jnp.float32)
     stays, old, new = (jnp.asarray(x, dtype) for x in (stays, old, new))
     return divide(new - stays * old, 1 - stays, empty=0.0)

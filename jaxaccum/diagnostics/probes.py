@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat, labels, primitives, programs
+from jaxaccum.core import checks, compat, dtypes, labels, primitives, programs
 from jaxaccum.core.checks import describe, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import is_marked
@@ -166,7 +166,7 @@ def _alone(fn: Callable[..., Any], name: str, moving: Any) -> Any:
 
 
 def _wide(x: Any) -> jax.Array:
-    return jnp.asarray(x, compat.promote(x, jnp.float32))
+    return jnp.asarray(x, dtypes.promote(x, jnp.float32))
 
 
 def _float64(x: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat, noise
+from jaxaccum.core import compat, dtypes, noise
 from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import add, as_float, divide, wide
 from jaxaccum.core.reducers import (
@@ -347,7 +347,7 @@ class Bound:
             [r.read(g) for r, g in zip(grad_reducers, out["grads"], strict=True)], grad_reducers
         )
         if denominators is not None:
-            floats = [as_float(d, compat.promote(d, jnp.float32)) for d in denominators]
+            floats = [as_float(d, dtypes.promote(d, jnp.float32)) for d in denominators]
             denominators = jax.tree.unflatten(terms, floats)
         special = any(not isinstance(r, Addition) for r in leaf_reducers)
         sums = WindowSums(

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxaccum.core import checks, compat, labels, primitives, programs
-from jaxaccum.core.mean import as_float, divide, kept_sum
+from jaxaccum.core import checks, compat, dtypes, labels, primitives, programs
+from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.mean import as_float, divide, kept_sum, wide
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Moments, Reducer
 from jaxaccum.folds import shards
 
@@ -121,7 +122,7 @@ def reduce(
             out[i] = kept_sum(out[i], estimates[i])
     for kind, collective in ((Maximum, lax.pmax), (Minimum, lax.pmin)):
         for i in of(kind):
-            out[i] = widened(lambda x, c=collective: c(x, names), carries[i])
+            out[i] = widened(lambda x, c=collective: _with_nan(c, x, names), carries[i])
     for i in of(Moments):
         number, mean, squares = carries[i]
         every = lax.psum(number, names)
@@ -137,6 +138,17 @@ def reduce(
     return out
 
 
+def _with_nan(collective: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """`pmax` or `pmin` that reads nan where any device does; on CPU they drop it."""
+    if not is_inexact(x):
+        return collective(x, names)
+    bad = jnp.isnan(x)
+    end = dtypes.lowest(x.dtype) if collective is lax.pmax else dtypes.highest(x.dtype)
+    found = collective(jnp.where(bad, np.asarray(end, x.dtype), x), names)
+    any_bad = lax.pmax(bad.astype(jnp.int32), names) > 0
+    return jnp.where(any_bad, np.asarray(jnp.nan, x.dtype), found)
+
+
 def is_last(holds: Any, names: tuple[str, ...]) -> jax.Array:
     """Whether this is the last of the devices where `holds` is true."""
     if not names:
@@ -149,6 +161,10 @@ def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """All devices' `x`, concatenated along axis 0 in their order; the same on each device."""
     if not checked(names):
         return lax.all_gather(x, names, tiled=True)
+    return widened(lambda part: _gathered(part, names), x)
+
+
+def _gathered(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     # The type of a gathered array says that it differs per device; that of a sum does not.
     shape, spec = (lax.axis_size(names), *x.shape), compat.spec_of(x)
     # Where `x` lies in parts over an axis that is not of `names`, so does the whole.
@@ -157,7 +173,7 @@ def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     whole = lax.dynamic_update_index_in_dim(
         vary(whole, compat.varying_axes(x)), x, lax.axis_index(names), axis=0
     )
-    whole = widened(lambda part: lax.psum(part, names), whole)
+    whole = lax.psum(whole, names)
     return whole.reshape((-1, *x.shape[1:]), out_sharding=spec if any(spec) else None)
 
 
@@ -210,11 +226,10 @@ def without_device_axis(tree: Any, names: tuple[str, ...]) -> Any:
 
 
 def widened(collective: Any, x: jax.Array) -> jax.Array:
-    """Runs a collective in a dtype that every backend reduces."""
-    if x.dtype == jnp.bool_:
-        return collective(x.astype(jnp.int32)).astype(jnp.bool_)
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
-        return collective(x.astype(jnp.float32)).astype(x.dtype)
+    """Runs a collective in a dtype that every backend reduces and that has a zero."""
+    half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    if half or x.dtype == jnp.bool_ or dtypes.promote(x) != x.dtype:
+        return collective(x.astype(wide(x.dtype))).astype(x.dtype)
     return collective(x)
 
 

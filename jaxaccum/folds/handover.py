@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat
+from jaxaccum.core import compat, dtypes
 
 HELD, APPLIED, DROPPED = 0, 1, 2
 
@@ -99,7 +99,7 @@ def find_homes(types: Any, tree: Any, places: Sequence[int | None], sums: Any) -
     def fits(like: Any, place: int | None) -> bool:
         if place is None or like.shape != sums[place].shape:
             return False
-        return compat.promote(like.dtype, sums[place].dtype) == sums[place].dtype
+        return dtypes.promote(like.dtype, sums[place].dtype) == sums[place].dtype
 
     return [p if fits(like, p) else None for like, p in zip(wanted, places, strict=True)]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, dtypes
 from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import Mean, pool
 from jaxaccum.core.reducers import Sum
@@ -114,7 +114,7 @@ def carries_of(updates: Any, grad_carry: Any, *, bare: bool) -> list[Any]:
                     f"multi_steps: `{name}` is {checks.describe(grad)}, but the state holds a sum "
                     f"of shape {np.shape(total)}. {remedy}"
                 )
-            kept = is_inexact(grad) and compat.promote(grad, total.dtype) == total.dtype
+            kept = is_inexact(grad) and dtypes.promote(grad, total.dtype) == total.dtype
             if not kept:
                 raise TypeError(
                     f"multi_steps: `{name}` is {checks.describe(grad)}, which the state's sum in "

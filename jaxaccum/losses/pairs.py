@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, dtypes
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat
 from jaxaccum.folds.arguments import NOTHING, positional
@@ -64,7 +64,7 @@ def contrastive(
         kept = checks.mask("contrastive", "where", where, a.shape[:1])
         # Dropped at the source: a zero times a nan in a product's derivative would be a nan.
         a, b = (jnp.where(kept[:, None], x, jnp.zeros_like(x)) for x in (a, b))
-    dtype = compat.promote(a, b, jnp.float32)
+    dtype = dtypes.promote(a, b, jnp.float32)
     temperature = jnp.asarray(temperature, dtype)
     if block_size is not None:
         block_size = checks.integer("contrastive", "block_size", block_size)

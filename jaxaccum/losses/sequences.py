@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, dtypes
 from jaxaccum.core.mean import Mean, divide, mean
 
 
@@ -49,7 +49,7 @@ def sequence_mean(values: Any, segment_ids: Any, *, where: Any = None) -> Mean:
     if where is not None:
         kept = kept & checks.mask("sequence_mean", "where", where, values.shape)
     values = jnp.where(kept, values, jnp.zeros_like(values))
-    values = values.astype(compat.promote(values, jnp.float32))
+    values = values.astype(dtypes.promote(values, jnp.float32))
     rows, length = values.shape
     begins = segment_ids[:, 1:] != segment_ids[:, :-1]
     run = jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), [(0, 0), (1, 0)])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, dtypes
 from jaxaccum.core.mean import Mean, divide, mean
 from jaxaccum.core.reducers import Sum
 
@@ -51,7 +51,7 @@ def overlap(
       >>> print(out.both.value, out.predicted.value, out.target.value)
       [0.5] [1.5] [1.]
     """
-    dtype = compat.promote(jnp.asarray(probabilities), jnp.float32)
+    dtype = dtypes.promote(jnp.asarray(probabilities), jnp.float32)
     p, t = jnp.asarray(probabilities).astype(dtype), jnp.asarray(targets).astype(dtype)
     if p.shape != t.shape:
         raise ValueError(
@@ -179,7 +179,7 @@ def routing(probabilities: Any, chosen: Any = None, *, where: Any = None) -> Rou
     kept = (
         jnp.ones(tokens, bool) if where is None else checks.mask("routing", "where", where, tokens)
     )
-    dtype = compat.promote(probabilities, jnp.float32)
+    dtype = dtypes.promote(probabilities, jnp.float32)
     shares = jnp.mean(jax.nn.one_hot(chosen, experts, dtype=dtype), axis=-2)
     number = jnp.sum(kept, dtype=jnp.int32)
 

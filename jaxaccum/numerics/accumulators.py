@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks, compat
+from jaxaccum.core import checks, compat, dtypes
 from jaxaccum.core.mean import add, wide
 from jaxaccum.numerics.carries import Accumulator, Chunked, Compensated, floating, is_carry, read
 from jaxaccum.numerics.narrow import chunked, stochastic
@@ -40,7 +40,7 @@ class _Plain(Accumulator):
 
     def _carried(self, dtype: Any) -> Any:
         inexact = jnp.issubdtype(dtype, jnp.inexact)
-        return compat.promote(wide(dtype), self.dtype) if inexact else wide(dtype)
+        return dtypes.promote(wide(dtype), self.dtype) if inexact else wide(dtype)
 
 
 def plain(*, dtype: Any = jnp.float32) -> Accumulator:
