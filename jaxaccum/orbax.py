@@ -5,7 +5,11 @@ counters, the optimizer state, the random key, and where the loader stood, count
 All of it is written at once or not at all. The files are Orbax's own.
 """
 
+import json
 import os
+import pathlib
+import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +51,9 @@ class Checkpoints:
       directory: where they lie; made if missing. All hosts of a run name the same.
       max_to_keep: how many are kept; older ones are deleted.
 
+    Raises:
+      NotADirectoryError: there is a file in the place of the directory.
+
     Example:
       >>> import tempfile, jaxaccum as ja, jax, jax.numpy as jnp, optax
       >>> tx, w = ja.multi_steps(optax.sgd(1.0), 4), jnp.float32(0)
@@ -60,10 +67,17 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike[str], *, max_to_keep: int = 2):
         checks.integer("Checkpoints", "max_to_keep", max_to_keep)
+        directory = pathlib.Path(directory).absolute()
+        for path in (directory, *directory.parents):
+            if path.exists() and not path.is_dir():
+                raise NotADirectoryError(
+                    f"Checkpoints: `directory` must be a folder, got {str(directory)!r}, where "
+                    f"{str(path)!r} is a file. Name another one."
+                )
         options = ocp.CheckpointManagerOptions(
             max_to_keep=max_to_keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
-        self._manager = ocp.CheckpointManager(os.path.abspath(directory), options=options)
+        self._manager = ocp.CheckpointManager(directory, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -98,6 +112,7 @@ class Checkpoints:
         checks.arrays("save", tree, name="run")
         table = [_entry(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
         notes = {"format": _FORMAT, "micro_batches": position, "leaves": table}
+        notes["checksum"] = _checksum(notes)
         self._manager.save(
             position,
             args=ocp.args.Composite(
@@ -119,7 +134,8 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          ValueError: structure, shape, dtype or kind of key of a leaf differ. Nothing was read yet.
+          ValueError: structure, shape, dtype or kind of key of a leaf differ, and nothing was read
+            yet; or the checkpoint is damaged.
         """
         _position("restore", like)
         position = self.latest if micro_batches is None else micro_batches
@@ -130,10 +146,8 @@ class Checkpoints:
                 f"restore: there is no checkpoint{sought} in {self._manager.directory}, only "
                 f"{kept}. Ask `checkpoints.latest` first."
             )
-        args = ocp.args.Composite(notes=ocp.args.JsonRestore())
-        notes = self._manager.restore(position, args=args).notes
-        tree = _tree(like)
-        table = notes["leaves"]
+        notes = self._read(position, lambda: self._notes(position))
+        tree, table = _tree(like), notes["leaves"]
         moved = _check(tree, table, position)
         leaves, structure = jax.tree.flatten(tree)
         wanted = [
@@ -145,15 +159,42 @@ class Checkpoints:
         args = ocp.args.Composite(
             run=ocp.args.StandardRestore(jax.tree.unflatten(structure, wanted))
         )
-        found = jax.tree.leaves(self._manager.restore(position, args=args).run)
+        found = self._read(position, lambda: self._manager.restore(position, args=args).run)
         values = [
             jax.random.wrap_key_data(value, impl=entry["key"]) if entry["key"] else value
-            for value, entry in zip(found, table, strict=True)
+            for value, entry in zip(jax.tree.leaves(found), table, strict=True)
         ]
         run = jax.tree.unflatten(structure, values)
         if not all(moved):
             run["state"] = jax.tree.map(_onto, run["state"], like.state, is_leaf=_is_stream)
-        return Run(**run, micro_batches=notes["micro_batches"])
+        return Run(**run, micro_batches=position)
+
+    def _notes(self, position: int) -> Any:
+        """What was noted of a checkpoint's leaves."""
+        args = ocp.args.Composite(notes=ocp.args.JsonRestore())
+        notes = self._manager.restore(position, args=args).notes
+        if notes.pop("checksum") != _checksum(notes):
+            raise ValueError("its notes were changed")
+        return notes
+
+    def _read(self, position: int, read_fn: Callable[[], Any]) -> Any:
+        """What `read_fn` reads of a checkpoint; of one that it cannot read its name."""
+        try:
+            return read_fn()
+        except Exception as error:  # of many libraries, and of many types
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            earlier = [step for step in self._manager.all_steps() if step < position]
+            remedy = "there is none before it"
+            if earlier:
+                remedy = f"restore the one before it with `micro_batches={max(earlier)}`"
+            raise ValueError(
+                f"restore: the checkpoint at micro-batch {position} in {self._manager.directory} "
+                f"cannot be read ({reason}). Delete its folder; {remedy}."
+            ) from error
+
+
+def _checksum(notes: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(notes, sort_keys=True).encode())
 
 
 def _position(function: str, run: Any) -> int:

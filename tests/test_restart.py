@@ -209,6 +209,36 @@ def test_orbax_refuses_what_is_no_run(tmp_path):
         Checkpoints(tmp_path, max_to_keep="2")
 
 
+def test_orbax_names_a_damaged_checkpoint_and_the_one_before(tmp_path):
+    _, run = small()
+    with Checkpoints(tmp_path) as checkpoints:
+        for position in (3, 5):
+            checkpoints.save(run._replace(micro_batches=position))
+    notes = tmp_path / "5" / "notes" / "metadata"
+    written = notes.read_bytes()
+    for damage in (None, written[:99], written.replace(b'"shape": []', b'"shape": [1]')):
+        if damage is None:
+            notes.unlink()
+        else:
+            notes.write_bytes(damage)
+        with Checkpoints(tmp_path) as checkpoints:
+            with pytest.raises(ValueError, match=r"at micro-batch 5 .* cannot be read .*`micro_ba"):
+                checkpoints.restore(run)
+            assert checkpoints.restore(run, micro_batches=3).micro_batches == 3
+    tree = tmp_path / "3" / "run" / "_METADATA"
+    tree.write_bytes(tree.read_bytes()[:99])
+    message = r"micro-batch 3 .* cannot be read .*none before it"
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=message):
+        checkpoints.restore(run, micro_batches=3)
+
+
+def test_orbax_refuses_a_file_in_the_place_of_a_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError, match=r"`directory` must be a folder.*file' is a f"):
+            Checkpoints(path)
+
+
 # Another number of devices.
 
 
