@@ -200,6 +200,142 @@ def fixed_rows(params, batch):
     return ja.mean(per_token(params, batch).reshape(ROWS, TOKENS - 1), where=kept(batch))
 
 
+def wrong_rows_in_aux(params, batch):
+    return good(params, batch), ja.Concat(jnp.zeros(ROWS + 1))
+
+
+# Rows of three numbers and their targets, for what goes on between rows.
+
+POINTS = {
+    "x": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=8).astype(np.float32),
+}
+SLOPE = jnp.array([0.5, -1.0, 2.0])
+
+
+def line(w, batch):
+    return batch["x"] @ w
+
+
+def squares(w, batch):
+    return (line(w, batch) - batch["y"]) ** 2
+
+
+def divided_by_a_norm(w, batch):
+    z = line(w, batch)
+    return ja.mean((z / jnp.linalg.norm(z) - batch["y"]) ** 2)
+
+
+def softmax_over_rows(w, batch):
+    return ja.mean(jax.nn.softmax(line(w, batch)) * squares(w, batch))
+
+
+def divided_by_a_sum(w, batch):
+    z = jnp.abs(line(w, batch))
+    return ja.mean((z / z.sum() - batch["y"]) ** 2)
+
+
+def divided_by_a_sum_without_slope(w, batch):
+    losses = squares(w, batch)
+    return ja.mean(losses / lax.stop_gradient(losses.sum()))
+
+
+def divided_by_an_inverse(w, batch):
+    z = line(w, batch)
+    return ja.mean((z * lax.rsqrt((z**2).sum()) - batch["y"]) ** 2)
+
+
+def divided_by_the_root_of_the_rows(w, batch):
+    losses = squares(w, batch)
+    return ja.Mean(losses.sum() / len(losses) ** 0.5, len(losses))
+
+
+def bare_self_normalised(w, batch):
+    z = line(w, batch)
+    return ((z / jnp.linalg.norm(z) - batch["y"]) ** 2).mean()
+
+
+def normalised_advantages(w, batch):
+    y = batch["y"]
+    return ja.mean((y - y.mean()) / (y.std() + 1e-6) * line(w, batch))
+
+
+def root_of_the_mean(w, batch):
+    losses = squares(w, batch)
+    return ja.Mean(jnp.sqrt(losses.mean()) * len(losses), len(losses))
+
+
+def above_the_mean(w, batch):
+    losses = squares(w, batch)
+    return ja.mean(losses, where=losses >= losses.mean())
+
+
+def hardest_two(w, batch):
+    return ja.mean(lax.top_k(squares(w, batch), 2)[0])  # a single row raises
+
+
+def hardest_half(w, batch):
+    losses = squares(w, batch)
+    return ja.mean(lax.top_k(losses, max(1, len(losses) // 2))[0])
+
+
+def hardest_one(w, batch):
+    return ja.Mean(squares(w, batch).max(), 1.0)
+
+
+def largest_target(w, batch):
+    return ja.Mean(squares(w, batch)[jnp.argmax(batch["y"])], 1.0)
+
+
+def above_the_median(w, batch):
+    losses = squares(w, batch)
+    return ja.mean(jnp.where(losses >= jnp.median(losses), losses, 0))
+
+
+def hardest_negative(w, batch):
+    z = batch["x"] * w[None]
+    distances = jnp.square(z[:, None] - z[None]).sum(-1)
+    own = jnp.eye(len(z), dtype=bool)
+    return ja.mean(jnp.where(own, 1e3, distances).min(1))
+
+
+def neighbours(w, batch):
+    z = line(w, batch)
+    return ja.mean(jax.nn.softplus(z[0::2] - z[1::2]))
+
+
+def neighbours_reshaped(w, batch):
+    z = line(w, batch).reshape(-1, 2)  # a single row raises
+    return ja.mean(jax.nn.softplus(z[:, 0] - z[:, 1]))
+
+
+def groups_of_four(w, batch):
+    advantages = batch["y"].reshape(-1, 4) - batch["y"].reshape(-1, 4).mean(1, keepdims=True)
+    return ja.mean(advantages.reshape(-1) * line(w, batch))
+
+
+def halves(w, batch):
+    z = line(w, batch)
+    return ja.mean(jax.nn.softplus(z[: len(z) // 2] - z[len(z) // 2 :]))
+
+
+def differences(w, batch):
+    z = line(w, batch)
+    return ja.mean((z[1:] - z[:-1]) ** 2)
+
+
+@jax.custom_vjp
+def clipped(z):
+    return z
+
+
+clipped.defvjp(lambda z: (z, None), lambda _, g: (g / jnp.maximum(1, jnp.linalg.norm(g)),))
+
+
+def gradient_clipped_inside(w, batch):
+    return ja.mean(clipped(line(w, batch)) * batch["y"])
+
+
 FAULTS = {
     "mean_inside": [
         bare_mean, bare_masked_mean, mean_of_weight_one, mean_with_its_count, divided_by_its_rows,
@@ -217,14 +353,40 @@ FAULTS = {
     "low_precision": [bfloat16_sum, bfloat16_total, bfloat16_count],
     "fixed_shape": [fixed_rows],
 }  # fmt: skip
-PLANTED = [
-    pytest.param(kind, loss_fn, id=f"{kind}-{loss_fn.__name__}", marks=[pytest.mark.slow] * (i > 0))
-    for kind, losses in FAULTS.items()
-    for i, loss_fn in enumerate(losses)
-]
+# Of rows: what the message must name beside.
+BETWEEN_ROWS = {
+    "mean_inside": {
+        divided_by_a_norm: "`sqrt`", softmax_over_rows: "`div`", divided_by_a_sum: "`div`",
+        divided_by_a_sum_without_slope: "`div`", divided_by_an_inverse: "`rsqrt`",
+        divided_by_the_root_of_the_rows: "number of rows",
+    },
+    "batch_statistics": {
+        normalised_advantages: "`div`", root_of_the_mean: "`div`", above_the_mean: "`div`",
+    },
+    "selection": {
+        hardest_half: "`top_k`", hardest_two: "`top_k`", hardest_one: "`reduce_max`",
+        largest_target: "`argmax`", above_the_median: "`sort`", hardest_negative: "`reduce_min`",
+    },
+    "torn_apart": {
+        neighbours: "Rows 0 and 1 belong", neighbours_reshaped: "Rows 0 and 1 belong",
+        groups_of_four: "Rows 0 and 1 and 2 and 3 belong", halves: "Rows 0 and 4 belong",
+    },
+    "row_order": {differences: "order of the rows"},
+    "unknown": {gradient_clipped_inside: "no experiment here explains"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "loss_fn"), PLANTED)
+def cases(table):
+    """Of each kind the first by default, the others under `-m slow`."""
+    return [
+        pytest.param(kind, loss_fn, id=f"{kind}-{loss_fn.__name__}",
+                     marks=[pytest.mark.slow] * (i > 0))
+        for kind, losses in table.items()
+        for i, loss_fn in enumerate(losses)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "loss_fn"), cases(FAULTS))
 def test_each_fault_is_named(kind, loss_fn):
     report = check(loss_fn() if inspect.isclass(loss_fn) else loss_fn)
     assert not report.ok
@@ -233,6 +395,107 @@ def test_each_fault_is_named(kind, loss_fn):
     assert text.startswith("not ok")
     assert report.findings[0].message in text
     assert report.findings[0].remedy in text
+
+
+@pytest.mark.parametrize(("kind", "loss_fn"), cases(BETWEEN_ROWS))
+def test_what_goes_on_between_rows_is_named(kind, loss_fn):
+    report = ja.check_equivalence(loss_fn, SLOPE, POINTS, num_microbatches=4)
+    assert [finding.kind for finding in report.findings] == [kind], str(report)
+    (finding,) = report.findings
+    named = BETWEEN_ROWS[kind][loss_fn]
+    assert named in finding.message
+    if named.startswith("`"):  # with the line
+        assert f"{loss_fn.__name__})" in finding.message
+        assert "test_equivalence.py:" in finding.message
+
+
+def test_a_bare_scalar_has_its_other_fault_beside_it():
+    report = ja.check_equivalence(bare_self_normalised, SLOPE, POINTS, num_microbatches=4)
+    assert [finding.kind for finding in report.findings] == ["scalar_loss", "mean_inside"]
+
+
+def test_two_terms_have_a_cause_each():
+    def loss_fn(w, batch):
+        return {"a": hardest_half(w, batch), "b": divided_by_a_sum(w, batch),
+                "c": ja.mean(squares(w, batch))}  # fmt: skip
+
+    report = ja.check_equivalence(loss_fn, SLOPE, POINTS, num_microbatches=4)
+    assert [(f.kind, f.message.split("`")[1]) for f in report.findings] == [
+        ("selection", "loss['a']"), ("mean_inside", "loss['b']"),
+    ]  # fmt: skip
+
+
+def test_neighbours_of_which_no_micro_batch_holds_two():
+    """CASE 83: each micro-batch is one row, on which the loss raises."""
+    report = ja.check_equivalence(neighbours_reshaped, SLOPE, POINTS, num_microbatches=8)
+    assert [finding.kind for finding in report.findings] == ["torn_apart"]
+    assert "strided" in report.findings[0].message
+    paired = {name: x.reshape(4, 2, *x.shape[1:]) for name, x in POINTS.items()}
+
+    def one_row_a_pair(w, batch):
+        return ja.mean(jax.nn.softplus(jnp.subtract(*jnp.moveaxis(batch["x"] @ w, 1, 0))))
+
+    assert ja.check_equivalence(one_row_a_pair, SLOPE, paired, num_microbatches=4).ok
+
+
+class TestSecondBatchArgument:
+    """CASE 61: `loss(w, x, y)`."""
+
+    x, y = POINTS["x"][:, 0], POINTS["y"]
+
+    @staticmethod
+    def broadcasts(w, x, y):
+        return ja.mean((w * x[:, None] - y[None]) ** 2)
+
+    @staticmethod
+    def raises(w, x, y):
+        return ja.mean((w * x - y) ** 2)
+
+    def check(self, loss_fn, **options):
+        return ja.check_equivalence(
+            loss_fn, jnp.float32(2), self.x, args=(self.y,), num_microbatches=4, **options
+        )
+
+    def test_it_is_named_where_it_is_passed_whole(self):
+        report = self.check(self.raises, batch_argnums=1)
+        assert [finding.kind for finding in report.findings] == ["uncut_argument"]
+        assert "`batch_argnums=(1, 2)`" in report.findings[0].remedy
+        assert self.check(self.raises, batch_argnums=(1, 2)).ok
+        with pytest.raises(ValueError, match=r"`batch_argnums=\(1, 2\)` to cut it"):
+            self.check(self.raises)
+
+    def test_other_faults_stand_beside_it(self):
+        report = self.check(lambda w, x, y: jnp.mean((w * x - y) ** 2), batch_argnums=1)
+        assert [finding.kind for finding in report.findings] == ["uncut_argument", "mean_inside"]
+
+    def test_where_it_does_not_matter_it_is_whole(self):
+        assert self.check(self.broadcasts, batch_argnums=1).ok
+
+
+def test_keys_that_were_replaced_are_told():
+    report = check(keyed_dropout)
+    assert report.ok
+    (note,) = report.notes
+    assert "`key`" in note
+    assert f"note: {note}" in str(report)
+    assert check(good).notes == ()
+
+
+def test_windows_that_were_left_out_are_told():
+    def pairs_or_more(w, x):  # the deviation of the mean's own window is not asked for
+        if len(x) < 2:
+            raise ValueError("needs two rows")
+        return ja.mean(w * x)
+
+    report = ja.check_equivalence(pairs_or_more, 1.0, jnp.arange(6.0), num_microbatches=3)
+    assert report.ok
+    assert "the window of single rows raises" in " ".join(report.notes)
+
+
+def test_what_the_library_refuses():
+    report = check(wrong_rows_in_aux, has_aux=True)
+    assert [finding.kind for finding in report.findings] == ["refused"]
+    assert "`ja.Concat`" in report.findings[0].message
 
 
 # Correct loss functions.

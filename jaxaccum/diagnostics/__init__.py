@@ -1,7 +1,6 @@
 """Reading a window: how noisy its gradient is, and whether it equals the full batch's."""
 
 from jaxaccum.diagnostics.equivalence import EquivalenceReport, check_equivalence
-from jaxaccum.diagnostics.faults import Finding
 from jaxaccum.diagnostics.gradient_noise import (
     BatchAdvice,
     NoiseScale,
@@ -11,6 +10,7 @@ from jaxaccum.diagnostics.gradient_noise import (
     noise_tracker,
     smooth_noise,
 )
+from jaxaccum.diagnostics.structure import Finding
 
 __all__ = [
     "BatchAdvice",

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, programs
-from jaxaccum.diagnostics import faults
-from jaxaccum.diagnostics.faults import Finding
-from jaxaccum.diagnostics.probes import Parts, Probe, distance, narrowest
+from jaxaccum.core import checks
+from jaxaccum.diagnostics import causes, structure
+from jaxaccum.diagnostics.probes import Parts, Probe, distance
+from jaxaccum.diagnostics.structure import Finding
 from jaxaccum.folds import cut, devices
 from jaxaccum.folds.batch import Batch, checked_argnums
 from jaxaccum.folds.window import value_and_grad
@@ -30,6 +30,7 @@ class EquivalenceReport:
       worst: the path of the parameter that deviates most, `"loss"` for the loss itself.
       errors: the largest deviation of each comparison, by its name.
       findings: the faults, the most fundamental first; each has `kind`, `message`, `remedy`.
+      notes: what the comparison leaves open, such as keys whose draws were made equal.
     """
 
     ok: bool
@@ -38,6 +39,7 @@ class EquivalenceReport:
     worst: str
     errors: dict[str, float]
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = []
@@ -55,6 +57,7 @@ class EquivalenceReport:
             lines.append("not ok:")
         for finding in self.findings:
             lines += [f"- {finding.message}", f"  {finding.remedy}"]
+        lines += [f"note: {note}" for note in self.notes]
         lines += [f"  {error:.1e}  {name}" for name, error in self.errors.items()]
         return "\n".join(lines)
 
@@ -76,8 +79,9 @@ def check_equivalence(
     The thing to run first when losses differ. The full batch, `sum_t total_t / weight_t` in one
     pass, is compared with windows of several cuts, even and uneven, of the rows as they are and
     permuted. Where they differ, experiments tell the cause: rows doubled (a mean does not grow, a
-    sum does), rows exchanged (do examples see each other?), rows reordered, sequences cut short.
-    Unlike `accumulate` it also takes loss functions that return a bare scalar, to explain them.
+    sum does), reordered, cut into groups, sequences cut short; and the loss is run operation by
+    operation on the batch and its halves, to find the line in which rows see each other. Unlike
+    `accumulate` it also takes loss functions that return a bare scalar, to explain them.
 
     Args:
       loss_fn: as in `ja.accumulate`, right or wrong. If it takes the keyword `key`, it is given a
@@ -129,17 +133,14 @@ def check_equivalence(
             f"{function}: `batch_argnums` must not name argument 0, the parameters, got "
             f"{batch_argnums!r}."
         )
-    size = rows.rows
-    if size < max(3, number):
+    if rows.rows < max(3, number):
         raise ValueError(
-            f"{function}: the batch has {size} rows; at least three and at least "
+            f"{function}: the batch has {rows.rows} rows; at least three and at least "
             f"`num_microbatches`, {number}, are needed to compare anything."
         )
     axes = devices.names_of(function, "axis_name", axis_name)
     probe = Probe(loss_fn, every, rows, has_aux=has_aux, axes=axes)
-    check = _Check(probe, number, rtol)
-    check.run()
-    return check.report()
+    return _Check(probe, number, rtol).report()
 
 
 class _Check:
@@ -147,70 +148,99 @@ class _Check:
 
     def __init__(self, probe: Probe, number: int, rtol: float | None):
         self.probe, self.number, self.rtol = probe, number, rtol
+        self.main = f"window of {number} micro-batches"
         self.errors: dict[str, float] = {}
-        self.findings: list[Finding] = []
+        self.notes: list[str] = []
         self.worst, self.max_error, self.tolerance = "", float("nan"), float("nan")
 
     def report(self) -> EquivalenceReport:
-        deviates = not self.max_error <= self.tolerance
-        if deviates and not self.findings:
-            self.findings.append(faults.UNKNOWN)
+        """Runs the check."""
+        if self.probe.named:
+            self.notes.append(
+                "all draws from `key` were made equal, since each micro-batch has a key of its "
+                "own: what the loss draws, such as a dropout mask, was not compared."
+            )
+        found = self._run()
+        if not found and not self.max_error <= self.tolerance:
+            found = [causes.UNKNOWN]
         return EquivalenceReport(
-            ok=not self.findings,
+            ok=not found,
             max_error=self.max_error,
             tolerance=self.tolerance,
             worst=self.worst,
             errors=self.errors,
-            findings=tuple(self.findings),
+            findings=tuple(found),
+            notes=tuple(self.notes),
         )
 
-    def run(self) -> None:
+    def _run(self) -> list[Finding]:
         """The experiments, the most fundamental first; a fault that hides the others ends it."""
         probe = self.probe
         everything = np.arange(probe.rows)
         whole = probe.take(everything)
         try:
-            staged = self._stage(whole)
+            program = self._stage(whole)
             full = probe(everything)
         except Exception as error:
-            self.findings.append(faults.raised(error))
-            return
-        self.findings += faults.structural(probe, staged, whole)
-        again = faults.impure(probe, staged, whole)
+            return [structure.raised(error)]
+        found = structure.structural(probe, program, whole)
+        again = structure.impure(probe, program, whole)
         if again is not None:
-            self.findings.append(again)
-            return
-        narrow = narrowest(staged)
+            return [*found, again]
+        narrow = structure.narrowest(program)
         factor = 256 if narrow == np.float32 else 8
         self.tolerance = factor * float(jnp.finfo(narrow).eps) if self.rtol is None else self.rtol
-        try:
-            windows = self._windows(everything)
-        except Exception as error:
-            self.findings.append(faults.fixed_shape(error, probe.rows))
-            return
-        finite = faults.non_finite(probe, full, [p for parts in windows.values() for p in parts])
+        windows, raised = self._windows(everything)
+        for name, parts in windows.items():
+            if full.is_finite() and all(p.is_finite() for p in parts):
+                self._compare(name, full, parts)
+        uncut = self._uncut(raised) if raised or not self.max_error <= self.tolerance else []
+        if uncut:
+            return [*found, *uncut]
+        if self.main in raised:
+            terms = range(len(probe.terms))
+            together = causes.torn_apart(probe, full, self.tolerance, terms)
+            return [*found, together or causes.fixed_shape(raised[self.main], probe.rows)]
+        self.notes += [f"the {name} raises, and was left out." for name in raised]
+        return [*found, *self._numeric(full, windows, program, whole, found)]
+
+    def _numeric(
+        self, full: Parts, windows: dict[str, list[Parts]], program: Any, whole: Any,
+        found: Sequence[Finding],
+    ) -> list[Finding]:  # fmt: skip
+        """What the numbers of full batch and windows show."""
+        probe = self.probe
+        finite = causes.non_finite(probe, full, [p for parts in windows.values() for p in parts])
         # Where only small micro-batches are not finite, a mean inside the loss may be the cause.
         windows = {n: parts for n, parts in windows.items() if all(p.is_finite() for p in parts)}
         if finite is not None and not (windows and full.is_finite()):
-            self.findings.append(finite)
-            return
+            return [finite]
         if not full.weights.any():
-            self.findings.append(faults.NOTHING_COUNTED)
-            return
-        for name, parts in windows.items():
-            self._compare(name, full, parts)
-        numeric = faults.numeric(probe, full, windows, self.tolerance)
-        self.findings += [f for f in numeric if f.kind not in {g.kind for g in self.findings}]
+            return [causes.NOTHING_COUNTED]
+        numeric = causes.numeric(probe, full, windows, self.tolerance)
+        new = [f for f in numeric if f.kind not in {g.kind for g in found}]
         if finite is not None and not numeric:
-            self.findings.append(finite)
-        shifted = faults.shifted(probe, staged, whole)
-        if shifted is not None:
-            self.findings.append(shifted)
-        if not (self.findings or probe.axes):
-            self._library(full)
+            new.append(finite)
+        shifted = structure.shifted(probe, program, whole)
+        new += [shifted] if shifted is not None else []
+        return new if found or new or probe.axes else self._library(full)
 
-    def _stage(self, whole: Any) -> programs.Program:
-        """The staged loss; device axes that it names are bound on the way."""
+    def _uncut(self, raised: dict[str, Exception]) -> list[Finding]:
+        """Whether it helps to cut the other arguments that have the batch's rows too."""
+        sizes = {
+            position: {np.shape(x)[:1] for x in jax.tree.leaves(arg)}
+            for position, arg in self.probe.batch.others(self.probe.args).items()
+        }
+        alike = [p for p, found in sizes.items() if p and found == {(self.probe.rows,)}]
+        if not alike:
+            return []
+        other = _Check(self.probe.cutting(alike), self.number, self.rtol)
+        report = other.report()
+        runs = self.main in raised and other.main in report.errors
+        return [causes.uncut(alike, other.probe), *report.findings] if report.ok or runs else []
+
+    def _stage(self, whole: Any) -> Any:
+        """The loss's program; device axes that it names are bound on the way."""
         for _ in range(4):
             try:
                 return self.probe.stage(whole)
@@ -221,22 +251,32 @@ class _Check:
                 self.probe.axes = (*self.probe.axes, found[1])
         return self.probe.stage(whole)
 
-    def _windows(self, everything: np.ndarray) -> dict[str, list[Parts]]:
-        """The parts of several windows that all hold every row, in few different shapes."""
-        size, number = len(everything), self.number
+    def _windows(
+        self, everything: np.ndarray
+    ) -> tuple[dict[str, list[Parts]], dict[str, Exception]]:
+        """The parts of several windows that all hold every row, and what some of them raise."""
+        size = len(everything)
         mixed = np.random.default_rng(0).permutation(size)
         even = self._split(everything)
+        # In few different shapes.
         rows = len(even[-1]) if 1 < len(even[-1]) < size else size - 1
         singles = size - (size - 1) // rows * rows
         starts = [*range(1, singles), *range(singles, size, rows)]
         pieces = {
-            f"window of {number} micro-batches": even,
+            self.main: even,
             "uneven window": np.split(everything, starts),
             "window of single rows": np.split(everything, size) if size <= 64 else [],
             "full batch, rows permuted": [mixed],
-            f"window of {number} micro-batches, rows permuted": self._split(mixed),
+            f"{self.main}, rows permuted": self._split(mixed),
         }
-        return {n: [self.probe(rows) for rows in parts] for n, parts in pieces.items() if parts}
+        windows: dict[str, list[Parts]] = {}
+        raised: dict[str, Exception] = {}
+        for name, parts in pieces.items():
+            try:
+                windows |= {name: [self.probe(rows) for rows in parts]} if parts else {}
+            except Exception as error:
+                raised[name] = error
+        return windows, raised
 
     def _split(self, rows: np.ndarray) -> list[np.ndarray]:
         return [np.asarray(p) for p in cut.split(rows, num_microbatches=self.number)]
@@ -260,30 +300,26 @@ class _Check:
         if not errors[worst] <= self.max_error:
             self.worst, self.max_error = worst, errors[worst]
 
-    def _library(self, full: Parts) -> None:
+    def _library(self, full: Parts) -> list[Finding]:
         """The library's own window; what it refuses is a fault too."""
         probe = self.probe
-        params = jax.tree.unflatten(probe.tree, probe.leaves)
+
         f = value_and_grad(
             probe.loss_fn,
             num_microbatches=self.number,
             batch_argnums=probe.batch.positions,
             has_aux=probe.has_aux,
         )
-
-        def window_fn(params: Any, rows: Any) -> Any:
-            return f(params, *probe.batch.put(probe.args, rows)[1:], **probe.named)
-
         try:
-            out, grads = jax.jit(window_fn)(params, probe.data)
+            run = jax.jit(lambda params, rows: f(*probe.put(params, rows), **probe.named))
+            out, grads = run(jax.tree.unflatten(probe.tree, probe.leaves), probe.batch.leaves)
         except (TypeError, ValueError) as error:
-            self.findings.append(faults.refused(error))
-            return
+            return [causes.refused(error)]
         loss = out[0] if probe.has_aux else out
         leaves = [np.asarray(g).astype(w.dtype) for g, w in zip(_moving(grads), full.means()[1])]
-        name = f"ja.value_and_grad, {self.number} micro-batches"
         got = float(loss), leaves
-        self._note(name, full, got, got)
+        self._note(f"ja.value_and_grad, {self.number} micro-batches", full, got, got)
+        return []
 
 
 def _flat(means: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import checks, compat, dtypes, labels, primitives, programs
+from jaxaccum.core import checks, compat, dtypes, programs
 from jaxaccum.core.checks import describe, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import is_marked
@@ -55,6 +54,12 @@ class Parts(NamedTuple):
         return jax.tree.map(np.add, self, other)
 
 
+def quick_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` for what runs once or twice: compiled sooner, to a slower program."""
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(fn, compiler_options=quick if jax.default_backend() == "cpu" else None)
+
+
 class Probe:
     """A loss function to experiment with: rows in, `Parts` out.
 
@@ -71,9 +76,9 @@ class Probe:
         has_aux: bool,
         axes: Sequence[str],
     ):
-        self.loss_fn, self.args, self.batch = loss_fn, tuple(args), batch
+        self.loss_fn, self.args, self.batch, self.rows = loss_fn, tuple(args), batch, batch.rows
         # Rows are picked on the host, without a program.
-        self.data = [_on_host(leaf) for leaf in batch.leaves]
+        self.host = [_on_host(leaf) for leaf in batch.leaves]
         self.has_aux, self.axes = has_aux, tuple(axes)
         self.named = {"key": compat.constant_key()} if takes_key(loss_fn) else {}
         self.leaves, self.tree = jax.tree.flatten(args[0])
@@ -83,14 +88,22 @@ class Probe:
             for path, x in jax.tree_util.tree_leaves_with_path(args[0])
             if is_inexact(x)
         ]
-        self.rows = batch.rows
         self.terms: list[str] = []
-        self.bare: list[bool] = []  # for each term, whether it is no `Mean`
-        self._jitted = jax.jit(self._evaluate)
+        self.scalar: list[bool] = []  # for each term, whether it is no `Mean`
+        self._jitted = quick_jit(self._evaluate)
 
-    def take(self, index: Sequence[int] | np.ndarray) -> Any:
+    def cutting(self, positions: Sequence[int]) -> "Probe":
+        """The same loss, with the arguments at these positions cut as well."""
+        batch = Batch("", self.args, sorted({*self.batch.positions, *positions}))
+        return Probe(self.loss_fn, self.args, batch, has_aux=self.has_aux, axes=self.axes)
+
+    def put(self, params: Any, rows: Sequence[Any]) -> list[Any]:
+        """All arguments, with `rows` in place of those that are cut."""
+        return [params, *self.batch.put(self.args, rows)[1:]]
+
+    def take(self, index: Sequence[int] | np.ndarray) -> list[Any]:
         """The batch's rows `index`, leaf by leaf."""
-        return [leaf[np.asarray(index)] for leaf in self.data]
+        return [leaf[np.asarray(index)] for leaf in self.host]
 
     def __call__(self, index: Sequence[int] | np.ndarray) -> Parts:
         return self.on(self.take(index))
@@ -105,16 +118,14 @@ class Probe:
         """The terms' totals and weights as the loss function returns them."""
         supply = iter(moving)
         leaves = [next(supply) if is_inexact(x) else x for x in self.leaves]
-        args = self.batch.put(self.args, rows)
-        args[0] = jax.tree.unflatten(self.tree, leaves)
-        out = self.loss_fn(*args, **self.named)
+        out = self.loss_fn(*self.put(jax.tree.unflatten(self.tree, leaves), rows), **self.named)
         if self.has_aux and not (type(out) is tuple and len(out) == 2):
             raise TypeError(f"`has_aux` is set, but it returns no (loss, aux), but {describe(out)}")
         loss = out[0] if self.has_aux else out
         pairs = jax.tree_util.tree_leaves_with_path(loss, is_leaf=is_marked)
         self.terms = [jax.tree_util.keystr(path) for path, _ in pairs]
         means = [m if isinstance(m, Mean) else Mean(m, np.float32(1)) for _, m in pairs]
-        self.bare = [not isinstance(m, Mean) for _, m in pairs]
+        self.scalar = [not isinstance(m, Mean) for _, m in pairs]
         return [jnp.asarray(m.total) for m in means], [jnp.asarray(m.weight) for m in means]
 
     def _evaluate(self, moving: list[Any], rows: Any) -> Any:
@@ -143,7 +154,7 @@ class Probe:
         return programs.stage(fn, *self.flat(rows), axis_env=env)
 
     def flat(self, rows: Any) -> list[Any]:
-        """The inputs of a staged program: the parameters' inexact leaves, then the rows."""
+        """The inputs of a program: the parameters' inexact leaves, then the rows."""
         return [*self.moving, *jax.tree.leaves(rows)]
 
 
@@ -179,58 +190,3 @@ def distance(a: np.ndarray, b: np.ndarray, size: np.ndarray) -> float:
     scale = float(np.max(np.abs(size), initial=0.0))
     gap = float(np.max(np.abs(a - b), initial=0.0))
     return 0.0 if gap == 0 else gap / scale if scale else float("inf")
-
-
-def narrowest(staged: programs.Program) -> Any:
-    """The floating dtype of the fewest digits that a program computes in, float32 at most."""
-    found = np.dtype(np.float32)
-    for eqn in programs.equations(staged.jaxpr):
-        for var in eqn.outvars:
-            dtype = getattr(var.aval, "dtype", None)
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                continue
-            if jnp.finfo(dtype).eps > jnp.finfo(found).eps:
-                found = dtype
-    return found
-
-
-def same_program(a: programs.Program, b: programs.Program) -> bool:
-    """Whether two programs are the same, equation by equation, constants included."""
-    texts = [re.sub("0x[0-9a-f]+", "", str(staged.closed)) for staged in (a, b)]
-    constants = [jax.tree.leaves(staged.closed.consts) for staged in (a, b)]
-    return texts[0] == texts[1] and all(
-        np.shape(x) == np.shape(y) and bool(jnp.array_equal(x, y))
-        for x, y in zip(*constants, strict=True)
-    )
-
-
-def callbacks(staged: programs.Program) -> bool:
-    """Whether a program calls the host."""
-    return any("callback" in eqn.primitive.name for eqn in programs.equations(staged.jaxpr))
-
-
-def draws(staged: programs.Program) -> bool:
-    """Whether a program draws random numbers from a key other than the one of the micro-batch."""
-    still = compat.constant_key().dtype
-    return any(
-        eqn.primitive.name == "random_bits" and eqn.invars[0].aval.dtype != still
-        for eqn in programs.equations(staged.jaxpr)
-    )
-
-
-def summed_shapes(staged: programs.Program) -> list[tuple[int, ...] | None]:
-    """The shape of what each output of a program is the sum of, `None` where that is not seen."""
-
-    def rule(eqn: Any, found: Sequence[Any]) -> list[Any]:
-        """The shape that went into a sum, or `()` for other results; inputs have none."""
-        made = [(f, v) for f, v in zip(found, eqn.invars, strict=True) if f is not None]
-        shape: tuple[int, ...] = ()
-        if eqn.primitive.name == "reduce_sum":
-            shape = found[0] or tuple(eqn.invars[0].aval.shape)
-        elif len(made) == 1 and programs.has(eqn, primitives.MULTIPLE):
-            ((own, v),) = made  # times a number, in another layout
-            shape = own if v.aval.size == eqn.outvars[0].aval.size else ()
-        return [shape] * len(eqn.outvars)
-
-    inputs = [None] * len(staged.closed.in_avals)
-    return [shape or None for shape in labels.follow(staged.closed, inputs, rule).outs]
