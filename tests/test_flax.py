@@ -1,4 +1,4 @@
-"""The adapters: Flax Linen and NNX with the words of the core; Equinox through its own filters."""
+"""The adapter for Flax Linen, with the words of the core; Equinox through its own filters."""
 
 import flax.linen as nn
 import jax
@@ -6,12 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.linen import fp8_ops
 
 import jaxaccum as ja
 from jaxaccum import linen as ja_linen
-from jaxaccum import nnx as ja_nnx
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(1, 2, size=(12, 3)), jnp.float32)
@@ -187,98 +185,6 @@ def _paths(tree):
         jax.tree_util.keystr(path): np.asarray(leaf, np.float32)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs, rate=0.0):
-        self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=rngs)
-        self.first = nnx.Linear(3, 4, rngs=rngs)
-        self.dropout = nnx.Dropout(rate, rngs=rngs)
-        self.out = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.dropout(nnx.relu(self.first(self.norm(x)))))[:, 0]
-
-
-def nnx_loss(model, batch):
-    return ja.mean((model(batch[0]) - batch[1]) ** 2)
-
-
-class TestNNX:
-    @pytest.mark.parametrize("policy", ["pooled", "sequential", "frozen"])
-    def test_statistics_are_updated_in_place(self, policy):
-        model, reference = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
-        start = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-        f = ja_nnx.value_and_grad(nnx_loss, model_state=policy, **CUT)
-        loss, grads = nnx.jit(f)(model, (X, Y))
-        if policy == "pooled":
-            reference(X)
-        elif policy == "sequential":
-            for micro_batch in ja.split((X, Y), **CUT):
-                reference(micro_batch[0])
-        want = nnx.to_pure_dict(nnx.state(reference, nnx.BatchStat))
-        close(
-            nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), want if policy != "frozen" else start
-        )
-        assert jnp.isfinite(loss)
-        assert jax.tree.structure(grads) == jax.tree.structure(nnx.state(model, nnx.Param))
-
-    def test_one_micro_batch_equals_nnx(self):
-        model, reference = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
-        f = ja_nnx.value_and_grad(nnx_loss, num_microbatches=1, model_state="sequential")
-        loss, grads = f(model, (X, Y))
-        want_loss, want = nnx.value_and_grad(lambda m: nnx_loss(m, (X, Y)).value)(reference)
-        np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-        close(grads, want)
-        close(nnx.state(model, nnx.BatchStat), nnx.state(reference, nnx.BatchStat))
-
-    def test_optimizer_and_stream(self):
-        model = Model(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, ja.multi_steps(optax.sgd(0.1), 2), wrt=nnx.Param)
-        f = ja_nnx.value_and_grad(nnx_loss, model_state="pooled", **CUT)
-        before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        changed = []
-        for _ in range(2):
-            _, grads = f(model, (X, Y))
-            optimizer.update(model, grads, weight=1)
-            after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            changed.append(not np.array_equal(after["out"]["kernel"], before["out"]["kernel"]))
-        assert changed == [False, True]
-
-    def test_dropout_differs_between_micro_batches_and_windows(self):
-        model = Model(nnx.Rngs(0), rate=0.5)
-
-        def loss_fn(model, batch):
-            mask = model.dropout(jnp.ones((3, 64))) > 0
-            return nnx_loss(model, batch), mask
-
-        f = ja_nnx.value_and_grad(loss_fn, model_state="frozen", has_aux=True, **CUT)
-        (_, first), _ = f(model, (X, Y))
-        (_, second), _ = f(model, (X, Y))
-        masks = [*np.asarray(first), *np.asarray(second)]
-        for i in range(8):
-            for j in range(i):
-                assert not np.array_equal(masks[i], masks[j]), (i, j)
-        again = Model(nnx.Rngs(0), rate=0.5)
-        np.testing.assert_array_equal(f(again, (X, Y))[0][1], first)
-
-    def test_changes_without_a_policy_are_refused(self):
-        model = Model(nnx.Rngs(0))
-        f = ja_nnx.value_and_grad(nnx_loss, **CUT)
-        before = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-        with pytest.raises(ValueError, match=r"changes .*mean.*`model_state=`: \"sequential\""):
-            f(model, (X, Y))
-        close(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), before, rtol=0, atol=0)
-        with pytest.raises(TypeError, match=r"must be an `nnx.Module`"):
-            f({}, (X, Y))
-
-    def test_a_model_without_state_needs_no_policy(self):
-        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        f = ja_nnx.value_and_grad(lambda m, b: ja.mean((m(b[0])[:, 0] - b[1]) ** 2), **CUT)
-        loss, grads = f(model, (X, Y))
-        want = nnx.grad(lambda m: jnp.mean((m(X)[:, 0] - Y) ** 2))(model)
-        close(grads, want)
-        assert jnp.isfinite(loss)
 
 
 def test_equinox_models_through_partition():

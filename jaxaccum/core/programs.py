@@ -198,6 +198,31 @@ def split_scan(params: dict[str, Any], inputs: Sequence[Any]) -> tuple[Any, Any,
     return inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
 
 
+def passed_on(program: Program) -> list[int | None]:
+    """For each flat output of a program the input that it is, unchanged; `None` for all others.
+
+    Looks through inner jits, remats, custom derivatives and scans.
+    """
+
+    def rule(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+        inner = called(eqn)
+        if inner is not None:
+            return evaluate(inner, values, rule)
+        if eqn.primitive.name != "scan":
+            return [None] * len(eqn.outvars)
+        own = [object() for _ in values]
+        _, carry, rows = split_scan(eqn.params, list(zip(own, values, strict=True)))
+        # A carry stays what it was in its own place; rows come out in their order.
+        places = [*({id(c): x} for c, x in carry), *[{id(r): x for r, x in rows}] * len(values)]
+        outs = evaluate(eqn.params["jaxpr"], own, rule)
+        return [place.get(id(out)) for place, out in zip(places, outs)]
+
+    inputs = range(len(program.closed.in_avals))
+    tags = [(index,) for index in inputs]
+    found = {id(tag): index for index, tag in zip(inputs, tags, strict=True)}
+    return [found.get(id(out)) for out in evaluate(program.closed, tags, rule)]
+
+
 def pick(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     """The flagged ones of `values`."""
     return [x for x, flag in zip(values, flags, strict=True) if flag]

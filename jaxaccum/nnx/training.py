@@ -1,0 +1,253 @@
+"""An NNX optimizer that counts optimizer steps, and training steps over model and optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxaccum.core import checks
+from jaxaccum.core.sums import WindowSums
+from jaxaccum.folds.arguments import NOTHING
+from jaxaccum.folds.handover import own_buffer
+from jaxaccum.folds.stream_state import find_states, has_updated
+from jaxaccum.folds.stream_state import flush as plain_flush
+from jaxaccum.nnx.windows import Call, every_argument
+from jaxaccum.numerics import loss_scaling
+from jaxaccum.training import StepInfo, first_state
+from jaxaccum.training import train_step as plain_train_step
+
+
+class Optimizer(nnx.Optimizer):
+    """A `flax.nnx.Optimizer` whose `step` counts optimizer steps.
+
+    Flax's own counts calls of `update`, which under `ja.multi_steps` are micro-steps.
+
+    Args:
+      model: an NNX module.
+      tx: an Optax optimizer; for `update` it may be a `ja.multi_steps`.
+      wrt: the variables that it optimizes, an NNX filter, as in `value_and_grad`.
+      loss_scale: the one that `train_step` is made with, if any.
+      graph: as in Flax.
+
+    Attributes:
+      step: the optimizer steps; uint32.
+      tx: the Optax optimizer.
+      opt_state: its state.
+      wrt: the filter.
+      progress: what `train_step` keeps beside the optimizer's state; see `ja.StepState`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any = nnx.Param,
+        loss_scale: loss_scaling.LossScale | None = None,
+        graph: bool | None = None,
+    ):
+        checks.transformation("nnx.Optimizer", "tx", tx)
+        super().__init__(model, tx, wrt=wrt, graph=graph)
+        # Some optimizers keep the parameters themselves: donating both would free them twice.
+        self.opt_state = nnx.data(jax.tree.map(own_buffer, self.opt_state))
+        self.progress = nnx.data(jax.tree.map(nnx.OptArray, first_state(None, loss_scale)))
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """One call of the optimizer; `step` grows where it applied an optimizer step.
+
+        Args:
+          model: the module, changed in place.
+          grads: gradients; under `ja.multi_steps` the `ja.WindowSums` of `accumulate`, or gradient
+            sums with `weight=`.
+          **kwargs: extra arguments of the optimizer.
+
+        Returns:
+          The updates that were added to the variables.
+
+        Raises:
+          TypeError: sums or a weight for an optimizer that divides by none.
+        """
+        summed = isinstance(grads, WindowSums)
+        if (summed or "weight" in kwargs) and not find_states(self.opt_state):
+            given = "`ja.WindowSums`" if summed else "`weight=`"
+            raise TypeError(
+                f"nnx.Optimizer.update: {given} needs an optimizer that divides by the weight, "
+                "`ja.multi_steps(tx, every)`; this one would take the sum for the mean. Pass "
+                "`ja.finalize(sums).grads`."
+            )
+        if summed:
+            kwargs["weight"], grads = grads.weight, grads.grads
+        return _apply(
+            self,
+            model,
+            lambda state, params: optax.with_extra_args_support(self.tx).update(
+                nnx.as_pure(nnx.state(grads, self.wrt)), state, params, **nnx.as_pure(kwargs)
+            ),
+        )
+
+
+def flush(optimizer: nnx.Optimizer, model: Any, **extra_args: Any) -> Any:
+    """Applies a partial window, divided by what it really holds; `ja.flush` for an NNX optimizer.
+
+    Args:
+      optimizer: one with a `ja.multi_steps`, changed in place; `step` grows where a window was
+        open.
+      model: the module, changed in place.
+      **extra_args: as in `ja.flush`.
+
+    Returns:
+      The updates that were added to the variables.
+
+    Raises:
+      TypeError: `optimizer` is not an `nnx.Optimizer`.
+      ValueError: it holds no `ja.multi_steps`.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from jaxaccum import nnx as ja_nnx
+      >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = ja_nnx.Optimizer(model, ja.multi_steps(optax.sgd(0.1), 4))
+      >>> f = ja_nnx.accumulate(lambda model, x: ja.mean(model(x)), num_microbatches=1)
+      >>> _ = optimizer.update(model, f(model, jnp.ones((2, 1))))
+      >>> _ = ja_nnx.flush(optimizer, model)
+      >>> print(optimizer.step[...], model.bias[...])
+      1 [-0.1]
+    """
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"nnx.flush: `optimizer` must be an `nnx.Optimizer`, got {checks.describe(optimizer)}."
+        )
+    return _apply(
+        optimizer,
+        model,
+        lambda state, params: plain_flush(optimizer.tx, state, params, **nnx.as_pure(extra_args)),
+    )
+
+
+def _apply(optimizer: nnx.Optimizer, model: Any, update_fn: Callable[..., Any]) -> Any:
+    """Updates of an optimizer, added to a model; both are changed in place."""
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    updates, opt_state = update_fn(nnx.as_pure(optimizer.opt_state), params)
+    nnx.update(model, optax.apply_updates(params, updates))
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
+    stepped = has_updated(opt_state) if find_states(opt_state) else True
+    optimizer.step[...] += jnp.asarray(stepped, optimizer.step[...].dtype)
+    return updates
+
+
+def train_step(
+    loss_fn: Callable[..., Any], *, donate: bool = True, **options: Any
+) -> Callable[..., StepInfo]:
+    """A jitted training step on a model and its optimizer: one window, one optimizer step.
+
+    As `ja.train_step`; model and optimizer are updated in place, all else in the model and among
+    the arguments as in `value_and_grad`.
+
+    Args:
+      loss_fn: `loss_fn(model, batch, *args)` on one micro-batch, as in `value_and_grad`.
+      donate: whether the step takes over the buffers of model and optimizer.
+      **options: the keywords of `ja.train_step` and `ja.accumulate`, `num_microbatches` or
+        `microbatch_size` among them; `model_state=` as in `value_and_grad`. The variables that are
+        differentiated are the optimizer's `wrt`.
+
+    Returns:
+      `step(model, optimizer, batch, *args, key=None, num_real=None)`, which returns a
+      `ja.StepInfo`. `optimizer` is a `jaxaccum.nnx.Optimizer`.
+
+    Raises:
+      TypeError: `optimizer` is none; or as `value_and_grad`.
+      ValueError: `optimizer` holds a `ja.multi_steps`; or as `value_and_grad`.
+
+    Example:
+      >>> import jaxaccum as ja, jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from jaxaccum import nnx as ja_nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = ja_nnx.Optimizer(model, optax.adam(1e-2))
+      >>> step = ja_nnx.train_step(lambda model, x: ja.mean(model(x) ** 2), num_microbatches=2)
+      >>> info = step(model, optimizer, jnp.arange(8.0).reshape(4, 2))
+      >>> print(info.updated, info.weight, optimizer.step[...])
+      True 4 1
+    """
+    has_aux = options.pop("has_aux", False)
+    plain_train_step(loss_fn, optax.identity(), has_aux=has_aux, **options)  # refuses nonsense
+
+    def step_fn(
+        model: Any, optimizer: Any, batch: Any, args: tuple[Any, ...], key: Any, num_real: Any
+    ) -> StepInfo:
+        call = Call(
+            "train_step",
+            loss_fn,
+            (model, batch, *args),
+            {0: optimizer.wrt},
+            {"model_state": None, **options},
+            has_aux,
+            key,
+        )
+        progress = nnx.as_pure(optimizer.progress)._replace(
+            optimizer_step=optimizer.step[...].astype(jnp.int32),
+            inner_state=nnx.as_pure(optimizer.opt_state),
+            model_state=call.named.get("model_state"),
+        )
+        step = plain_train_step(
+            call.loss_fn,
+            optimizer.tx,
+            donate=False,
+            has_aux=True,
+            **options | {"batch_argnums": call.batch_argnums},
+        ).step
+        params, *rest = call.args
+        params, progress, info = step(
+            nnx.as_pure(params), progress, *rest, key=call.named["key"], num_real=num_real
+        )
+        aux = call.finish(info.aux, progress.model_state)
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(progress.inner_state))
+        optimizer.step[...] = progress.optimizer_step.astype(optimizer.step[...].dtype)
+        kept = progress._replace(inner_state=None, model_state=None)
+        nnx.update(optimizer.progress, nnx.state(kept))
+        return info._replace(aux=aux)
+
+    jitted = nnx.jit(step_fn, donate_argnums=(0, 1) if donate else ())
+
+    def checked_step_fn(
+        model: Any,
+        optimizer: Any,
+        batch: Any = NOTHING,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        **inputs: Any,
+    ) -> StepInfo:
+        _, batch, *rest = every_argument("train_step", (model, batch, *args), inputs, options)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "nnx.train_step: `optimizer` must be a `jaxaccum.nnx.Optimizer`, got "
+                f"{type(optimizer).__name__}. Make it with `Optimizer(model, tx, wrt=nnx.Param)`."
+            )
+        if find_states(optimizer.opt_state):
+            raise ValueError(
+                "nnx.train_step: `optimizer` holds a `ja.multi_steps`, but a step is a whole "
+                "window. Give it the inner optimizer, or use `accumulate` and `optimizer.update`."
+            )
+        if donate:
+            _own_buffers((model, optimizer), (batch, args, key))
+        return jitted(model, optimizer, batch, tuple(rest), key, num_real)
+
+    return checked_step_fn
+
+
+def _own_buffers(nodes: Any, others: Any) -> None:
+    """Gives each variable of `nodes` a buffer of its own: one in two places is not donated."""
+    seen = {id(x) for x in jax.tree.leaves(others)}
+    for _, variable in nnx.iter_graph(nodes):
+        value = variable.get_value() if isinstance(variable, nnx.Variable) else None
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+            if id(value) in seen:
+                value = jnp.copy(value)
+                variable.set_value(value)
+            seen.add(id(value))
