@@ -167,11 +167,30 @@ class Scaled(nnx.Module):
 
 @pytest.mark.parametrize("cut", [(1, 2), (-1, 1)])
 def test_nnx_with_two_cut_arguments(cut):
-    f = ja_nnx.value_and_grad(
-        lambda model, x, y: ja.mean((model(x) - y) ** 2), num_microbatches=3, batch_argnums=cut
-    )
+    f = ja_nnx.value_and_grad(nnx_loss, num_microbatches=3, batch_argnums=cut)
     loss, grads = f(Scaled(nnx.Rngs(0)), X, Y)
     assert_same((loss, grads["w"][...]), (LOSS, OF_W))
+    optimizer = ja_nnx.Optimizer(model := Scaled(nnx.Rngs(0)), optax.sgd(1.0))
+    step = ja_nnx.train_step(nnx_loss, num_microbatches=3, batch_argnums=cut)
+    assert_same((step(model, optimizer, X, Y).loss, model.w[...]), (LOSS, W - OF_W))
+
+
+def nnx_loss(model, x, y):
+    return ja.mean((model(x) - y) ** 2)
+
+
+@pytest.mark.parametrize("policy", [None, "pooled"])
+def test_nnx_variables_are_no_rows(policy):
+    norm = nnx.BatchNorm(8, use_running_average=True, rngs=nnx.Rngs(0))
+    f = ja_nnx.value_and_grad(
+        lambda model, x, norm: ja.mean(model(x) + 0 * norm.mean[0]),
+        num_microbatches=2,
+        model_state=policy,
+    )
+    assert f(Scaled(nnx.Rngs(0)), X, norm)[0] == np.mean(W * X)
+    f = ja_nnx.value_and_grad(nnx_loss, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"argument 2 has 8 rows.*`batch_argnums=\(1, 2\)`"):
+        f(Scaled(nnx.Rngs(0)), X, Y)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -414,6 +433,7 @@ def closure(params):
         lambda: step_of(closure),
         lambda: ja_linen.train_step(closure, num_microbatches=2),
         lambda: ja_nnx.value_and_grad(closure, num_microbatches=2),
+        lambda: ja_nnx.train_step(closure, num_microbatches=2),
         lambda: ja.per_example.clip(closure, 1.0),
         lambda: ja.losses.contrastive_fn(closure, num_microbatches=2),
         lambda: ja.check_equivalence(closure, W, X, num_microbatches=2),

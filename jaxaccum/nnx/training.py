@@ -10,11 +10,12 @@ from flax import nnx
 
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds.arguments import NOTHING
+from jaxaccum.folds.arguments import NOTHING, positional
+from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.handover import own_buffer
 from jaxaccum.folds.stream_state import find_states, has_updated
 from jaxaccum.folds.stream_state import flush as plain_flush
-from jaxaccum.nnx.windows import Call, every_argument
+from jaxaccum.nnx.windows import Call
 from jaxaccum.numerics import loss_scaling
 from jaxaccum.training import StepInfo, first_state
 from jaxaccum.training import train_step as plain_train_step
@@ -155,8 +156,8 @@ def train_step(
         differentiated are the optimizer's `wrt`.
 
     Returns:
-      `step(model, optimizer, batch, *args, key=None, num_real=None)`, which returns a
-      `ja.StepInfo`. `optimizer` is a `jaxaccum.nnx.Optimizer`.
+      `step(model, optimizer, batch, *args, key=None, num_real=None, denominators=None)`, which
+      returns a `ja.StepInfo`. `optimizer` is a `jaxaccum.nnx.Optimizer`.
 
     Raises:
       TypeError: `optimizer` is none; or as `value_and_grad`.
@@ -174,19 +175,19 @@ def train_step(
       True 4 1
     """
     has_aux = options.pop("has_aux", False)
+    cut = checked_argnums("nnx.train_step", loss_fn, options.get("batch_argnums"))
+    options |= {"batch_argnums": cut, "model_state": options.get("model_state")}
     plain_train_step(loss_fn, optax.identity(), has_aux=has_aux, **options)  # refuses nonsense
 
-    def step_fn(
-        model: Any, optimizer: Any, batch: Any, args: tuple[Any, ...], key: Any, num_real: Any
-    ) -> StepInfo:
+    def step_fn(model: Any, optimizer: Any, args: tuple[Any, ...], named: Any) -> StepInfo:
         call = Call(
             "train_step",
             loss_fn,
-            (model, batch, *args),
+            (model, *args),
             {0: optimizer.wrt},
-            {"model_state": None, **options},
+            options,
             has_aux,
-            key,
+            named.pop("key"),
         )
         progress = nnx.as_pure(optimizer.progress)._replace(
             optimizer_step=optimizer.step[...].astype(jnp.int32),
@@ -194,15 +195,11 @@ def train_step(
             model_state=call.named.get("model_state"),
         )
         step = plain_train_step(
-            call.loss_fn,
-            optimizer.tx,
-            donate=False,
-            has_aux=True,
-            **options | {"batch_argnums": call.batch_argnums},
+            call.loss_fn, optimizer.tx, donate=False, has_aux=True, **call.options
         ).step
         params, *rest = call.args
         params, progress, info = step(
-            nnx.as_pure(params), progress, *rest, key=call.named["key"], num_real=num_real
+            nnx.as_pure(params), progress, *rest, key=call.named["key"], **named
         )
         aux = call.finish(info.aux, progress.model_state)
         nnx.update(model, params)
@@ -221,9 +218,10 @@ def train_step(
         *args: Any,
         key: Any = None,
         num_real: Any = None,
+        denominators: Any = None,
         **inputs: Any,
     ) -> StepInfo:
-        _, batch, *rest = every_argument("train_step", (model, batch, *args), inputs, options)
+        _, *every = positional("nnx.train_step", (model, batch, *args), inputs, cut)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "nnx.train_step: `optimizer` must be a `jaxaccum.nnx.Optimizer`, got "
@@ -235,8 +233,9 @@ def train_step(
                 "window. Give it the inner optimizer, or use `accumulate` and `optimizer.update`."
             )
         if donate:
-            _own_buffers((model, optimizer), (batch, args, key))
-        return jitted(model, optimizer, batch, tuple(rest), key, num_real)
+            _own_buffers((model, optimizer), (every, key, denominators))
+        named = {"key": key, "num_real": num_real, "denominators": denominators}
+        return jitted(model, optimizer, tuple(every), named)
 
     return checked_step_fn
 

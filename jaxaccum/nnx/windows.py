@@ -12,9 +12,8 @@ from jaxaccum.core import checks
 from jaxaccum.core.mean import add
 from jaxaccum.core.reducers import Max, Sum, values_of
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import arguments
-from jaxaccum.folds.arguments import NOTHING
-from jaxaccum.folds.batch import Batch
+from jaxaccum.folds.arguments import NOTHING, Given, Options, passed_key, positional
+from jaxaccum.folds.batch import Batch, checked_argnums
 from jaxaccum.folds.window import accumulate as plain_accumulate
 from jaxaccum.folds.window import value_and_grad as plain_value_and_grad
 from jaxaccum.nnx import parts
@@ -27,6 +26,7 @@ def accumulate(
     *,
     wrt: Any = nnx.Param,
     argnums: Any = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     model_state: Any = None,
     has_aux: bool = False,
     **options: Any,
@@ -41,6 +41,7 @@ def accumulate(
         below.
       wrt: the variables to differentiate, an NNX filter.
       argnums: the arguments to differentiate.
+      batch_argnums: the arguments that are cut.
       model_state: "sequential", "pooled" or "frozen".
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       **options: the other keywords of `ja.accumulate`.
@@ -68,17 +69,17 @@ def accumulate(
       4 1
     """
     filters, positions = _differentiated("accumulate", argnums, wrt)
-    options |= {"argnums": positions, "model_state": model_state}
+    cut = checked_argnums("nnx.accumulate", loss_fn, batch_argnums)
+    options |= {"argnums": positions, "batch_argnums": cut, "model_state": model_state}
     plain_accumulate(loss_fn, has_aux=has_aux, **options)  # refuses what makes no sense
 
     def accumulate_fn(
-        model: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **call_options: Any
+        model: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **named: Any
     ) -> WindowSums:
-        every = every_argument("accumulate", (model, batch, *args), call_options, options)
+        every = _positional("accumulate", (model, batch, *args), named, cut)
         call = Call("accumulate", loss_fn, every, filters, options, has_aux, key)
-        cut = {"batch_argnums": call.batch_argnums}
-        f = plain_accumulate(call.loss_fn, has_aux=True, **options | cut)
-        sums = f(*call.args, **call.named, **call_options)
+        f = plain_accumulate(call.loss_fn, has_aux=True, **call.options)
+        sums = f(*call.args, **call.named, **named)
         call.finish(values_of(sums.aux), finalize(sums).model_state)
         return dataclasses.replace(sums, aux=sums.aux[0] if has_aux else None, model_state=None)
 
@@ -90,6 +91,7 @@ def value_and_grad(
     *,
     wrt: Any = nnx.Param,
     argnums: Any = 0,
+    batch_argnums: int | Sequence[int] | None = None,
     model_state: Any = None,
     has_aux: bool = False,
     **options: Any,
@@ -111,6 +113,8 @@ def value_and_grad(
         takes the same. Parameters that it leaves out stay as they are.
       argnums: the arguments to differentiate: an int; an `nnx.DiffState(argnum, filter)`, whose
         filter stands in the place of `wrt`; or several of both.
+      batch_argnums: the positions of the arguments of `loss_fn` that are cut; 1 by default, as in
+        `ja.accumulate`.
       model_state: "sequential", "pooled" or "frozen", as in `ja.accumulate`; required where
         `loss_fn` changes other variables than those of random streams and metrics.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
@@ -138,30 +142,22 @@ def value_and_grad(
       [0.03 0.04]
     """
     filters, positions = _differentiated("value_and_grad", argnums, wrt)
-    options |= {"argnums": positions, "model_state": model_state}
+    cut = checked_argnums("nnx.value_and_grad", loss_fn, batch_argnums)
+    options |= {"argnums": positions, "batch_argnums": cut, "model_state": model_state}
     plain_value_and_grad(loss_fn, has_aux=has_aux, **options)  # refuses what makes no sense
 
     def value_and_grad_fn(
-        model: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **call_options: Any
+        model: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **named: Any
     ) -> Any:
-        every = every_argument("value_and_grad", (model, batch, *args), call_options, options)
+        every = _positional("value_and_grad", (model, batch, *args), named, cut)
         call = Call("value_and_grad", loss_fn, every, filters, options, has_aux, key)
-        cut = {"batch_argnums": call.batch_argnums}
-        f = plain_value_and_grad(call.loss_fn, has_aux=True, **options | cut)
-        (loss, aux), grads = f(*call.args, **call.named, **call_options)
+        f = plain_value_and_grad(call.loss_fn, has_aux=True, **call.options)
+        (loss, aux), grads = f(*call.args, **call.named, **named)
         aux, state = (aux, None) if model_state is None else aux
         aux = call.finish(aux, state)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad_fn
-
-
-def every_argument(
-    function: str, args: tuple[Any, ...], named: dict[str, Any], options: dict[str, Any]
-) -> tuple[Any, ...]:
-    """The positional arguments of a call, after refusing inputs of the loss by keyword."""
-    inputs = {name: x for name, x in named.items() if name not in arguments.Given._fields}
-    return arguments.positional(f"nnx.{function}", args, inputs, options.get("batch_argnums"))
 
 
 def _differentiated(function: str, argnums: Any, wrt: Any) -> tuple[dict[int, Any], Any]:
@@ -183,14 +179,19 @@ def _differentiated(function: str, argnums: Any, wrt: Any) -> tuple[dict[int, An
     return filters, (tuple(filters) if several else next(iter(filters)))
 
 
+def _positional(function: str, args: tuple[Any, ...], named: dict[str, Any], cut: Any) -> Any:
+    inputs = {name: x for name, x in named.items() if name not in Given._fields}
+    return positional(f"nnx.{function}", args, inputs, cut)
+
+
 class Call:
     """One call of a function of NNX objects, as a call of a function of arrays.
 
     Attributes:
       args: the arguments for `loss_fn`, see `Parts`; the variables that are not differentiated
         stand behind them.
-      batch_argnums: the positions of those that are cut.
       named: the keywords `key` and `model_state` for the core.
+      options: those for the core's factory.
     """
 
     def __init__(
@@ -212,16 +213,17 @@ class Call:
                 "positional arguments were given."
             )
         self._parts = Parts(f"nnx.{function}", args, filters)
-        cut = options.get("batch_argnums"), options.get("argnums", 0)
-        self.batch_argnums = Batch(f"nnx.{function}", self._parts.args, *cut).positions
+        # The core does not know which of its arguments were modules.
+        cut = Batch(f"nnx.{function}", self._parts.args, options["batch_argnums"], tuple(filters))
+        self.options = {**options, "batch_argnums": cut.positions}
         held = dict(self._parts.held)
         self.named = {"key": _window_key(held) if key is None else key}
         if self._policy is not None:
             self.named["model_state"] = held.pop(parts.STATE)
         self.args = (*self._parts.args, held)
         accumulator = accumulators.checked(function, options.get("accumulator"))
-        taken = arguments.Options(f"nnx.{function}", loss_fn, 1, None, accumulator)
-        self._takes_key = bool(arguments.passed_key(taken, key))
+        taken = Options(f"nnx.{function}", loss_fn, 1, None, accumulator)
+        self._takes_key = bool(passed_key(taken, key))
 
     def loss_fn(self, *given: Any, key: Any = None, model_state: Any = None) -> Any:
         """The loss function of arrays; its auxiliary output is what `finish` takes."""
