@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxaccum.core import compat, dtypes
 from jaxaccum.core.mean import Mean, add, divide, wide
@@ -136,10 +137,35 @@ class Latest(Reducer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Kept(Reducer):
+    """What is the same for every micro-batch, such as the state at the window's start."""
+
+    def empty(self, aval: Any) -> Any:
+        return aval
+
+    def merge(self, a: Any, b: Any) -> Any:
+        return a
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed(Reducer):
+    """What has to be the same on both sides; nan where it is not."""
+
+    def empty(self, aval: Any) -> jax.Array:
+        return compat.filled(aval, aval.dtype)
+
+    def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(a == b, a, np.asarray(jnp.nan, a.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
 class Stack(Reducer):
     """Keeps every micro-batch's value along a new leading axis."""
 
     emits: ClassVar[bool] = True
+
+    def empty(self, aval: Any) -> jax.Array:
+        return compat.filled(aval, aval.dtype)
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.concatenate([a, b])
@@ -161,6 +187,30 @@ class Concatenation(Stack):
 
 def _joined(pieces: Sequence[jax.Array]) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+class Reducers:
+    """A tree of reducers as one static value: hashed and compared by what it holds."""
+
+    def __init__(self, tree: Any):
+        leaves, self._structure = jax.tree.flatten(tree)
+        self._leaves = tuple(leaves)
+
+    @property
+    def tree(self) -> Any:
+        """The tree, its leaves the reducers."""
+        return jax.tree.unflatten(self._structure, self._leaves)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Reducers):
+            return NotImplemented
+        return (self._structure, self._leaves) == (other._structure, other._leaves)
+
+    def __hash__(self) -> int:
+        return hash((self._structure, self._leaves))
+
+    def __repr__(self) -> str:
+        return f"Reducers({self.tree!r})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -257,8 +307,3 @@ def is_marked(node: Any) -> bool:
 def values_of(tree: Any) -> Any:
     """`tree` with plain values: a `Mean` as its `.value`, a mark as what it wraps."""
     return jax.tree.map(lambda x: x.value if is_marked(x) else x, tree, is_leaf=is_marked)
-
-
-def merge_trees(reducers: Any, a: Any, b: Any) -> Any:
-    """Merges two trees of carries leaf by leaf."""
-    return jax.tree.map(lambda reducer, x, y: reducer.merge(x, y), reducers, a, b)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxaccum.core import dtypes
 from jaxaccum.core.checks import is_inexact, is_key
-from jaxaccum.core.mean import add, divide, wide
-from jaxaccum.core.reducers import Moments
+from jaxaccum.core.mean import divide, wide
+from jaxaccum.core.reducers import Addition, Kept, Latest, Moments
 
 
 @jax.tree_util.register_dataclass
@@ -51,16 +51,16 @@ class StateSums:
         kept = [jnp.where(empty, a, b.astype(a.dtype)) for a, b in zip(old, new, strict=True)]
         return jax.tree.unflatten(tree, map(like, kept, start))
 
-    def merge(self, other: "StateSums") -> "StateSums":
-        """The state of two windows' micro-batches as one, both from the same start."""
-        leaves = jax.tree.leaves(self.start)
-        totals = [
-            add(a, b) if is_inexact(leaf) else b
-            for leaf, a, b in zip(leaves, self.totals, other.totals, strict=True)
-        ]
-        moments = map(Moments().merge, self.moments, other.moments)
+    @property
+    def reducers(self) -> "StateSums":
+        """The same structure with a reducer in the place of each array."""
         return dataclasses.replace(
-            self, totals=totals, moments=list(moments), number=add(self.number, other.number)
+            self,
+            start=jax.tree.map(lambda _: Kept(), self.start),
+            totals=[Addition() if is_inexact(x) else Latest() for x in self.totals],
+            moments=[Moments()] * len(self.moments),
+            decays=jax.tree.map(lambda _: Kept(), self.decays),
+            number=Addition(),
         )
 
 

@@ -9,16 +9,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks
-from jaxaccum.core.mean import Mean, add, divide, pool
+from jaxaccum.core.mean import Mean, add, as_float, divide, pool
 from jaxaccum.core.noise import NoiseSums
-from jaxaccum.core.reducers import Addition, merge_trees, reducers_of, values_of
+from jaxaccum.core.reducers import (
+    Addition,
+    Agreed,
+    Kept,
+    Reducer,
+    Reducers,
+    reducers_of,
+    values_of,
+)
 from jaxaccum.core.state_sums import StateSums
+
+# How each field of `WindowSums` is combined whose arrays are all combined alike.
+_REDUCERS: dict[str, Reducer] = {
+    "loss": Addition(),
+    "weight": Addition(),
+    "num_microbatches": Addition(),
+    "num_skipped": Addition(),
+    "denominators": Agreed(),
+    "noise": Addition(),
+}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class WindowSums:
-    """What the micro-batches of a window add up to, before the division.
+    """What the micro-batches of a window add up to, before the division: the sum that is folded.
+
+    A statistic more is a field more, with its reducer in `_REDUCERS`; all that is done to sums goes
+    by `reducers`.
 
     Attributes:
       grads: sums of the micro-batches' gradients; the structure and shapes of the differentiated
@@ -34,7 +55,7 @@ class WindowSums:
         where the gradients are undivided.
       denominators_given: static; whether the caller passed them, so that a term counts whatever
         its own weight is. Sums whose denominators were found from their own batch do not merge.
-      grad_reducers: static; the reducer of each gradient leaf, or `None` where all are sums.
+      grad_reducers: static; the reducers of the gradients, or `None` where all are sums.
       noise: what `noise_scale` needs of the micro-batches; `None` without `noise_scale=True`.
       model_state: the model's state; with the policy "pooled" undivided sums (`.read()`).
     """
@@ -47,11 +68,47 @@ class WindowSums:
     num_skipped: jax.Array
     denominators: Any = None
     denominators_given: bool = dataclasses.field(default=False, metadata={"static": True})
-    grad_reducers: tuple[Any, ...] | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
+    grad_reducers: Reducers | None = dataclasses.field(default=None, metadata={"static": True})
     noise: NoiseSums | None = None
     model_state: Any = None
+
+    @property
+    def reducers(self) -> "WindowSums":
+        """The same structure with a reducer in the place of each array."""
+        pools = isinstance(self.model_state, StateSums)
+        found = {
+            "grads": jax.tree.map(_of_gradient, self.grads)
+            if self.grad_reducers is None
+            else self.grad_reducers.tree,
+            "aux": reducers_of(self.aux),
+            "model_state": self.model_state.reducers if pools else _all(Kept(), self.model_state),
+        }
+        found |= {name: _all(reducer, getattr(self, name)) for name, reducer in _REDUCERS.items()}
+        return dataclasses.replace(self, **found)
+
+    def is_finite(self) -> jax.Array:
+        """Whether all that the optimizer or the next window would read is finite."""
+        state = self.model_state
+        if isinstance(state, StateSums):
+            state = (state.totals, state.moments, state.number)
+        weights = [as_float(x, jnp.float32) for x in jax.tree.leaves(self.weight)]
+        read = jax.tree.leaves((self.grads, self.loss, state))
+        return checks.all_finite([*weights, *(x for x in read if checks.is_inexact(x))])
+
+    def emptied(self) -> "WindowSums":
+        """The sums of a window without micro-batches.
+
+        What came in from outside stays, and what is stacked or concatenated in `aux` as it came.
+        """
+        reducers = self.reducers
+        empty = jax.tree.map(lambda reducer, x: reducer.empty(x), reducers, self)
+        aux = jax.tree.map(lambda r, x, y: x if r.emits else y, reducers.aux, self.aux, empty.aux)
+        own = empty.denominators if not self.denominators_given else self.denominators
+        return dataclasses.replace(empty, aux=aux, denominators=own)
+
+    def select(self, keep: jax.Array, other: "WindowSums") -> "WindowSums":
+        """These sums where `keep` holds, `other` elsewhere: selected, never multiplied."""
+        return jax.tree.map(lambda x, y: x if _is_float0(x) else jnp.where(keep, x, y), self, other)
 
 
 class Window(NamedTuple):
@@ -133,34 +190,7 @@ def _merge(a: WindowSums, b: WindowSums) -> WindowSums:
         remedy = "Make both with the same loss function and parameters."
         checks.same_structure("merge", "b.grads", b.grads, a.grads, remedy=remedy)
     _check_aux(a.aux, b.aux)
-    leaves_a, tree = jax.tree.flatten(a.grads)
-    reducers = a.grad_reducers or (Addition(),) * len(leaves_a)
-    grads = [
-        x if _is_float0(x) else reducer.merge(x, y)
-        for reducer, x, y in zip(reducers, leaves_a, jax.tree.leaves(b.grads), strict=True)
-    ]
-    denominators = a.denominators
-    if denominators is not None:
-        denominators = jax.tree.map(
-            lambda x, y: jnp.where(x == y, x, np.asarray(jnp.nan, x.dtype)),
-            denominators,
-            b.denominators,
-        )
-    model_state = a.model_state
-    if isinstance(model_state, StateSums):
-        model_state = model_state.merge(b.model_state)
-    return dataclasses.replace(
-        a,
-        grads=jax.tree.unflatten(tree, grads),
-        loss=jax.tree.map(add, a.loss, b.loss),
-        weight=jax.tree.map(add, a.weight, b.weight),
-        aux=merge_trees(reducers_of(a.aux), a.aux, b.aux),
-        num_microbatches=add(a.num_microbatches, b.num_microbatches),
-        num_skipped=add(a.num_skipped, b.num_skipped),
-        denominators=denominators,
-        noise=jax.tree.map(add, a.noise, b.noise),
-        model_state=model_state,
-    )
+    return jax.tree.map(lambda reducer, x, y: reducer.merge(x, y), a.reducers, a, b)
 
 
 def _check_aux(a: Any, b: Any) -> None:
@@ -229,12 +259,10 @@ def finalize(sums: WindowSums) -> Window:
         loss = _sum_of_means(totals, jax.tree.leaves(sums.denominators), _counting(sums))
         loss = jnp.where(is_empty(sums), np.asarray(jnp.nan, loss.dtype), loss)
         scale = None
-    leaves, tree = jax.tree.flatten(sums.grads)
-    reducers = sums.grad_reducers or (Addition(),) * len(leaves)
     poison = _differing(sums.denominators)
 
-    def grad(leaf: Any, reducer: Any) -> Any:
-        if _is_float0(leaf) or not reducer.divides:
+    def grad(reducer: Any, leaf: Any) -> Any:
+        if not reducer.divides:
             return leaf
         if scale is not None:
             return divide(leaf, scale, empty=0.0)
@@ -242,9 +270,7 @@ def finalize(sums: WindowSums) -> Window:
 
     return Window(
         loss=loss,
-        grads=jax.tree.unflatten(
-            tree, [grad(leaf, r) for leaf, r in zip(leaves, reducers, strict=True)]
-        ),
+        grads=jax.tree.map(grad, sums.reducers.grads, sums.grads),
         aux=values_of(sums.aux),
         weight=sums.weight,
         num_microbatches=sums.num_microbatches,
@@ -272,14 +298,30 @@ def cleared(sums: WindowSums) -> WindowSums:
     """
     if sums.denominators is None:
         return sums
-    leaves, tree = jax.tree.flatten(sums.grads)
-    reducers = sums.grad_reducers or (Addition(),) * len(leaves)
     empty = is_empty(sums)
-    grads = [
-        jnp.where(empty, jnp.zeros_like(x), x) if r.divides and not _is_float0(x) else x
-        for x, r in zip(leaves, reducers, strict=True)
-    ]
-    return dataclasses.replace(sums, grads=jax.tree.unflatten(tree, grads))
+    grads = jax.tree.map(
+        lambda r, x: jnp.where(empty, jnp.zeros_like(x), x) if r.divides else x,
+        sums.reducers.grads,
+        sums.grads,
+    )
+    return dataclasses.replace(sums, grads=grads)
+
+
+def kept_if(good: jax.Array, sums: WindowSums, start: Any) -> WindowSums:
+    """`sums` where they are good, a window without micro-batches elsewhere, its own skipped.
+
+    Args:
+      good: boolean scalar.
+      sums: over all devices.
+      start: the model's state at the window's start, where `sums.model_state` is the one after it.
+    """
+    empty = sums.emptied()
+    if not isinstance(sums.model_state, StateSums):
+        empty = dataclasses.replace(empty, model_state=start)
+    skipped = add(sums.num_skipped, sums.num_microbatches)
+    return dataclasses.replace(
+        sums.select(good, empty), num_skipped=jnp.where(good, sums.num_skipped, skipped)
+    )
 
 
 def _counting(sums: WindowSums) -> list[jax.Array]:
@@ -308,3 +350,11 @@ def _differing(denominators: Any) -> Any:
 
 def _is_float0(x: Any) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def _all(reducer: Reducer, tree: Any) -> Any:
+    return jax.tree.map(lambda _: reducer, tree)
+
+
+def _of_gradient(leaf: Any) -> Reducer:
+    return Kept() if _is_float0(leaf) else Addition()

@@ -80,13 +80,8 @@ def noise_scale(sums: WindowSums) -> NoiseScale:
             "noise_scale: the sums hold no noise statistics. Make them with "
             "`ja.accumulate(..., noise_scale=True)`."
         )
-    leaves = jax.tree.leaves(sums.grads)
-    reducers = sums.grad_reducers or (Addition(),) * len(leaves)
-    added = [
-        leaf
-        for leaf, reducer in zip(leaves, reducers, strict=True)
-        if isinstance(reducer, Addition) and leaf.dtype != jax.dtypes.float0
-    ]
+    pairs = zip(jax.tree.leaves(sums.grads), jax.tree.leaves(sums.reducers.grads), strict=True)
+    added = [leaf for leaf, reducer in pairs if isinstance(reducer, Addition)]
     (weight,) = jax.tree.leaves(sums.weight)
     square = square_norm(added)
     spread = sums.noise.square - divide(square, weight, empty=jnp.nan)

@@ -1,27 +1,23 @@
 """A loss function bound to the arguments of one call: what is differentiated, counted, folded."""
 
-import functools
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import compat, dtypes, noise
+from jaxaccum.core import compat, dtypes
 from jaxaccum.core.checks import all_finite, is_inexact
-from jaxaccum.core.mean import add, as_float, divide, wide
-from jaxaccum.core.reducers import (
-    Addition,
-    Stack,
-    reducers_of,
-    reducers_of_sums,
-)
-from jaxaccum.core.sums import WindowSums, cleared
-from jaxaccum.folds import arguments, cut, devices, faults, shards, window_axis
+from jaxaccum.core.mean import as_float, divide
+from jaxaccum.core.reducers import Addition, Kept, Reducers, reducers_of_sums
+from jaxaccum.core.sums import WindowSums, cleared, kept_if
+from jaxaccum.folds import arguments, cut, devices, shards, window_axis
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.gradients import Differentiated
 from jaxaccum.folds.losses import Loss, check_same_outputs, stage_loss
+from jaxaccum.folds.micro_step import MicroStep
 from jaxaccum.folds.model_state import ModelState, check_given
 from jaxaccum.folds.scan import Outcome, fold
 from jaxaccum.numerics import loss_scaling
@@ -61,6 +57,7 @@ class Bound:
             self.state = ModelState(
                 name, options.model_state, given.model_state, self.varied, self.axes
             )
+        self.last_state: list[Any] | None = None
         self._losses: dict[int, Loss] = {}
 
     def _find_shards(self) -> None:
@@ -191,17 +188,17 @@ class Bound:
         denominators = None
         if given is not None:
             denominators = arguments.denominators(self.options.function, given, terms)
-            local = self._local(denominators)
+            local, _ = self._local(denominators)
         elif terms.num_leaves == 1:
-            local = self._local(None)
+            local, _ = self._local(None)
         elif not self.options.skips:
             denominators = self.count()
-            local = self._local(denominators)
+            local, _ = self._local(denominators)
         else:
             denominators, local = self._repeated()
         return self._reduced(local, denominators, given is not None)
 
-    def _repeated(self) -> tuple[list[jax.Array], dict[str, Any]]:
+    def _repeated(self) -> tuple[list[jax.Array], WindowSums]:
         """Leaves out of the denominators what the fold leaves out, which only the fold knows.
 
         All micro-batches are tried first; only if one was bad, on any device, the fold runs once
@@ -212,25 +209,24 @@ class Bound:
 
         def attempt(kept: jax.Array) -> Any:
             denominators = self.count(kept)
-            local = self._local(denominators, kept)
-            good = devices.agree((~kept | local["finite"]).all(), self.axes)
-            return kept, denominators, local, good
+            local, finite = self._local(denominators, kept)
+            good = devices.agree((~kept | finite).all(), self.axes)
+            return kept & finite, denominators, local, self.last_state, good
 
-        def once_more(state: Any) -> Any:
-            kept, _, local, _ = state
-            return attempt(kept & local["finite"])
-
-        _, denominators, local, _ = jax.lax.while_loop(
-            lambda state: ~state[3], once_more, attempt(kept)
+        _, denominators, local, self.last_state, _ = jax.lax.while_loop(
+            lambda state: ~state[-1], lambda state: attempt(state[0]), attempt(kept)
         )
         return denominators, local
 
     def _num_run(self) -> Any:
         return self.num_microbatches if self.num_real is None else self.num_real
 
-    def _local(self, denominators: Any, kept: Any = None) -> dict[str, Any]:
-        """One fold over this device's micro-batches: the carries, by name."""
-        skip = self.options.skips
+    def _local(self, denominators: Any, kept: Any = None) -> tuple[WindowSums, Any]:
+        """One fold over this device's micro-batches.
+
+        Returns:
+          Its sums, as carries; and for each micro-batch whether it was finite, where that is asked.
+        """
         seeds = None
         if denominators is not None:
             totals = self.first_loss().program.closed.out_avals[: len(denominators)]
@@ -239,75 +235,14 @@ class Bound:
                 for t, d in zip(totals, denominators, strict=True)
             ]
         if self.options.window_axis_name is not None:
-            return window_axis.sums(self, seeds)
-
-        def micro_fn(index: Any, rows: Any, threads: Any = None) -> Outcome:
-            loss, flat, differentiated = self.loss_at(index, rows, threads)
-            loss.weights_fn(self.options.function, differentiated)  # refuses what cannot be summed
-
-            def objective(moving: list[Any]) -> Any:
-                supply = iter(moving)
-                totals, weights, aux = loss(
-                    [next(supply) if d else x for x, d in zip(flat, differentiated, strict=True)]
-                )
-                # Each device's own, also what it took from a statistic of all devices: only then
-                # is the gradient that of the sum over devices, as it is without checking.
-                totals = devices.vary(totals, self.checked)
-                value = totals[0]
-                if seeds is not None:
-                    scaled = [s * t.astype(s.dtype) for s, t in zip(seeds, totals, strict=True)]
-                    value = functools.reduce(add, scaled)
-                if self.scale is not None:
-                    value = loss_scaling.scaled(value, self.scale)
-                return value, (totals, weights, aux)
-
-            start = [x for x, d in zip(flat, differentiated, strict=True) if d]
-            grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
-            if self.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
-                pairs = zip(self.tree.reducers(grads), grads, strict=True)
-                grads = [loss_scaling.unscale(g, self.scale) if r.divides else g for r, g in pairs]
-            spread = self._spread(grads, weights) if self.options.noise_scale else None
-            if self.scattering:
-                number = len(self.moving)
-                grads[:number] = [
-                    g if s is None else s.scatter_here(g.astype(wide(g.dtype)))
-                    for g, s in zip(grads[:number], self.grad_shards, strict=True)
-                ]
-            values = {"grads": grads, "loss": totals, "weight": weights, "aux": aux}
-            values |= {"num": jnp.int32(1), "noise": spread}
-            new_state: list[Any] = []
-            if self.state is not None:
-                values["aux"], new_state, count = aux
-                count = rows[0].shape[0] if count is None else count
-                if self.state.pools:
-                    values["state"] = self.state.contribution(new_state, count)
-            threads = devices.vary(new_state, self.varied) if threads is not None else ()
-            if not skip:
-                values = devices.vary(values, self.varied)
-                return Outcome(values, key=self.rounding_key(index), thread=threads)
-            floats = [x for x in new_state if is_inexact(x)]
-            finite = all_finite([*grads, *totals, *weights, *floats])
-            if self.scattering:  # a part holds every device's gradient, so all must agree
-                finite = devices.agree(finite, self.axes)
-            values["finite"] = finite
-            # The gradients of the batch's own rows are not carried, so they are cleared here.
-            number = len(self.moving)
-            values["grads"] = grads[:number] + [
-                jnp.where(finite, g, jnp.zeros_like(g)) for g in grads[number:]
-            ]
-            values = devices.vary(values, self.varied)
-            keep = finite if kept is None else finite & kept[index]
-            return Outcome(values, keep, self.rounding_key(index), threads)
-
+            return window_axis.sums(self, seeds), None
+        micro_step = MicroStep(self, seeds, kept)
         if self.state is None or not self.state.threads:
-            return self.fold(micro_fn, self._reducers)
-        local, last = self.fold(micro_fn, self._reducers, self.state.leaves)
-        return local | {"state": self.state.of_device(last, local["num"])}
-
-    def _spread(self, grads: list[Any], weights: list[Any]) -> noise.NoiseSums:
-        """What this micro-batch adds to the window's noise statistics."""
-        summed = zip(grads, self.tree.reducers(grads), strict=True)
-        return noise.group([g for g, r in summed if isinstance(r, Addition)], weights[0])
+            return self.fold(micro_step, MicroStep.reducers)
+        (sums, finite), last = self.fold(micro_step, MicroStep.reducers, self.state.leaves)
+        own = self.state.of_device(last, sums.num_microbatches)
+        self.last_state = last
+        return dataclasses.replace(sums, model_state=own), finite
 
     def rounding_key(self, index: Any) -> Any:
         """The accumulator's key for one micro-step, apart from the loss function's."""
@@ -315,67 +250,36 @@ class Bound:
             return None
         return jax.random.fold_in(jax.random.fold_in(self.key, index), 0x5EED)
 
-    def _reducers(self, values: dict[str, Any]) -> dict[str, Any]:
-        special = {"aux": reducers_of(values["aux"]), "grads": self.tree.reducers(values["grads"])}
-        if "finite" in values:
-            special["finite"] = Stack()
-        if "state" in values:
-            special["state"] = self.state.reducers() if self.state else None
-        return {name: special.get(name, reducers_of_sums(v)) for name, v in values.items()}
-
-    def _reduced(self, local: dict[str, Any], denominators: Any, given: bool) -> WindowSums:
-        """The one reduction over devices."""
-        local = {"skipped": self._num_run() - local["num"], **local}
-        local.pop("finite", None)
-        reducers = self._reducers(local)
-        tree: Any = jax.tree.structure(reducers)
-        flat_reducers, carries = jax.tree.leaves(reducers), tree.flatten_up_to(local)
-        whole = [None] * len(flat_reducers)
-        parts = self._parts(reducers)
-        carries = devices.reduce(
-            flat_reducers,
-            carries,
-            self.axes,
-            local["num"] > 0,
-            scatters=whole if self.scattering else parts,
-            done=parts if self.scattering else whole,
+    def _reduced(self, local: WindowSums, denominators: Any, given: bool) -> WindowSums:
+        """The one reduction over devices, after which gradients read as one array each."""
+        skipped = self._num_run() - local.num_microbatches
+        local = dataclasses.replace(local, num_skipped=skipped)
+        sums = devices.reduce_window(
+            local, self.axes, shards=self.grad_shards, done=self.scattering
         )
-        out = jax.tree.unflatten(tree, carries)
-        terms = self.first_loss().terms
-        grad_reducers = reducers["grads"]
-        grads, leaf_reducers = self.tree.gradients(
-            [r.read(g) for r, g in zip(grad_reducers, out["grads"], strict=True)], grad_reducers
-        )
+        reducers = sums.reducers.grads
+        grads = [r.read(g) for r, g in zip(reducers, sums.grads, strict=True)]
+        grads, tree = self.tree.gradients(grads, reducers)
+        special = any(not isinstance(r, Addition | Kept) for r in jax.tree.leaves(tree))
         if denominators is not None:
             floats = [as_float(d, dtypes.promote(d, jnp.float32)) for d in denominators]
-            denominators = jax.tree.unflatten(terms, floats)
-        special = any(not isinstance(r, Addition) for r in leaf_reducers)
-        sums = WindowSums(
+            denominators = jax.tree.unflatten(self.first_loss().terms, floats)
+        state = self.state and self.state.after(sums.model_state, self.last_state)
+        sums = dataclasses.replace(
+            sums,
             grads=grads,
-            loss=jax.tree.unflatten(terms, out["loss"]),
-            weight=jax.tree.unflatten(terms, out["weight"]),
-            aux=out["aux"],
-            num_microbatches=out["num"],
-            num_skipped=out["skipped"],
+            grad_reducers=Reducers(tree) if special else None,
             denominators=denominators,
             denominators_given=given,
-            grad_reducers=tuple(leaf_reducers) if special else None,
-            noise=out["noise"],
-            model_state=None if self.state is None else self.state.sums(out.get("state")),
+            model_state=state,
         )
         sums = cleared(sums)
         if not self.options.drops:
             return sums
-        in_parts = any(self.grad_shards) or any(self.tree.rows)
-        empty = None if self.state is None else self.state.untouched(sums.model_state)
-        return faults.drop_if_bad(sums, self.axes, in_parts=in_parts, empty_state=empty)
-
-    def _parts(self, reducers: dict[str, Any]) -> list[shards.Shard | None]:
-        """For each carry the part of it that this device keeps; `None` for the whole."""
-        places = jax.tree.map(lambda _: shards.Place(None), reducers)
-        number = len(self.grad_shards)
-        places["grads"][:number] = [shards.Place(shard) for shard in self.grad_shards]
-        return [place.shard for place in jax.tree.leaves(places)]
+        good = sums.is_finite()
+        if any(self.grad_shards) or any(self.tree.rows):  # a device holds but a part of some sums
+            good = devices.agree(good, self.axes)
+        return kept_if(good, sums, self.state and self.state.start)
 
     def fold(self, micro_fn: Any, reducers_fn: Any, thread: Any = None) -> Any:
         return fold(

@@ -12,6 +12,7 @@ from jaxaccum.core import checks, compat, dtypes, labels, primitives, programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import as_float, divide, kept_sum, wide
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Moments, Reducer
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import shards
 
 
@@ -147,6 +148,33 @@ def _with_nan(collective: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
     found = collective(jnp.where(bad, np.asarray(end, x.dtype), x), names)
     any_bad = lax.pmax(bad.astype(jnp.int32), names) > 0
     return jnp.where(any_bad, np.asarray(jnp.nan, x.dtype), found)
+
+
+def reduce_window(
+    sums: WindowSums, names: tuple[str, ...], *, shards: Sequence[shards.Shard | None], done: bool
+) -> WindowSums:
+    """The sums of all devices; `reduce` says how.
+
+    Args:
+      sums: what this device holds.
+      names: the mesh axes.
+      shards: the part of each gradient that this device keeps, `None` for the whole; the first
+        ones of the gradients.
+      done: whether they were reduce-scattered in the loop.
+    """
+    tree: Any
+    reducers, tree = jax.tree.flatten(sums.reducers)
+    whole: list[Any] = [None] * len(reducers)
+    parts = [*shards, *whole[len(shards) :]]  # gradients are the first field
+    carries = reduce(
+        reducers,
+        tree.flatten_up_to(sums),
+        names,
+        sums.num_microbatches > 0,
+        scatters=whole if done else parts,
+        done=parts if done else whole,
+    )
+    return jax.tree.unflatten(tree, carries)
 
 
 def is_last(holds: Any, names: tuple[str, ...]) -> jax.Array:

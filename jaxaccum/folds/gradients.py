@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
-from jaxaccum.core.reducers import Addition, Concat, Concatenation, Mark, Reducer, Sum
+from jaxaccum.core.reducers import Addition, Concat, Concatenation, Kept, Mark, Reducer, Sum
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.shards import Shard, shard_of
@@ -136,20 +136,23 @@ class Differentiated:
 
         return self.spread("grad_reducers", self.options.grad_reducers, reducer, of="gradients")
 
-    def gradients(self, values: list[Any], reducers: list[Reducer]) -> tuple[Any, list[Reducer]]:
-        """The gradient tree of `argnums`, and the reducer of each of its leaves."""
+    def gradients(self, values: list[Any], reducers: list[Reducer]) -> tuple[Any, Any]:
+        """The gradient tree of `argnums`, and the tree of its leaves' reducers."""
         supply = iter(zip(values, reducers, strict=True))
 
         def place(leaf: Any, moves: bool) -> _Placed:
             if not moves:
-                return _Placed(np.zeros(np.shape(leaf), jax.dtypes.float0), Addition())
+                return _Placed(np.zeros(np.shape(leaf), jax.dtypes.float0), Kept())
             value, reducer = next(supply)
             return _Placed(value, Addition() if isinstance(reducer, Addition) else reducer)
 
         whole = [place(leaf, is_inexact(leaf)) for leaf in self.leaves]
         rows = [place(*pair) for pair in zip(self.batch.leaves, self.rows, strict=True)]
         leaves, tree = jax.tree.flatten(self.tree(whole, rows))
-        return jax.tree.unflatten(tree, [p.value for p in leaves]), [p.reducer for p in leaves]
+        return tuple(
+            jax.tree.unflatten(tree, part)
+            for part in ([p.value for p in leaves], [p.reducer for p in leaves])
+        )
 
 
 @dataclasses.dataclass(frozen=True)

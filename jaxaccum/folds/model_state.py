@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxaccum.core import checks, compat, programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
-from jaxaccum.core.reducers import Addition, Latest, Moments, Reducer
 from jaxaccum.core.state_sums import StateSums, like, numbers, statistic
 from jaxaccum.folds import devices
 
@@ -107,10 +106,9 @@ class ModelState:
         """The state from its flat numbers."""
         return jax.tree.unflatten(self.tree, map(like, leaves, jax.tree.leaves(self.start)))
 
-    def contribution(self, new: Sequence[Any], count: Any) -> list[Any]:
+    def contribution(self, new: Sequence[Any], count: Any) -> StateSums:
         """What one micro-batch adds: counted values, moments of what it held, its count."""
         number = jnp.asarray(count, jnp.float32)
-        totals = [_times(number, x) if is_inexact(x) else x for x in new]
         moments = []
         for variance, mean in self.variances:
             center = statistic(self.stays[mean], self.leaves[mean], new[mean])
@@ -120,51 +118,28 @@ class ModelState:
             parts = [jnp.where(number == 0, jnp.zeros_like(x), x) for x in parts]
             counts = number.astype(center.dtype)
             moments.append(jnp.stack([counts * parts[0], parts[1], counts * parts[2]]))
-        return [*totals, *moments, number]
+        return self._sums(new, moments, number)
 
-    def of_device(self, last: Sequence[Any], number: Any) -> list[Any]:
+    def _sums(self, new: Sequence[Any], moments: list[Any], number: jax.Array) -> StateSums:
+        """Sums that lack what all micro-batches share: the start and the decays."""
+        totals = [_times(number, x) if is_inexact(x) else x for x in new]
+        return StateSums(None, totals, moments, {}, number, self.variances)
+
+    def of_device(self, last: Sequence[Any], number: Any) -> StateSums | None:
         """What a device adds whose micro-batches have updated the state one after the other."""
-        if not self.axes:
-            return list(last)
-        number = jnp.asarray(number, jnp.float32)
-        return [*[_times(number, x) if is_inexact(x) else x for x in last], number]
+        return self._sums(last, [], jnp.asarray(number, jnp.float32)) if self.axes else None
 
-    def reducers(self) -> list[Reducer]:
-        """How the entries of a contribution, or of devices, are combined."""
-        if self.policy == "frozen":
-            return []
-        if self.threads and not self.axes:
-            return [Latest() for _ in self.leaves]
-        totals = [Addition() if is_inexact(x) else Latest() for x in self.leaves]
-        return [*totals, *[Moments()] * len(self.variances), Addition()]
+    def after(self, sums: StateSums | None, last: Sequence[Any] | None) -> Any:
+        """The state after the window; for the policy "pooled" its undivided sums.
 
-    def sums(self, combined: Any) -> Any:
-        """The state after the window; for the policy "pooled" its undivided sums."""
-        if self.policy == "frozen":
-            return self.start
-        n = len(self.leaves)
-        if self.threads and not self.axes:
-            return self._rebuilt(combined)
-        pooled = StateSums(
-            start=self.start,
-            totals=list(combined[:n]),
-            moments=list(combined[n:-1]),
-            decays=self.stays,
-            number=combined[-1],
-            variances=self.variances,
-        )
-        return pooled.read() if self.threads else pooled
-
-    def untouched(self, sums: Any) -> Any:
-        """What `sums` would be for a window without micro-batches."""
-        if not isinstance(sums, StateSums):
-            return self.start
-        return dataclasses.replace(
-            sums,
-            totals=jax.tree.map(jnp.zeros_like, sums.totals),
-            moments=jax.tree.map(jnp.zeros_like, sums.moments),
-            number=jnp.zeros_like(sums.number),
-        )
+        Args:
+          sums: over all devices, where there are any.
+          last: what the last micro-batch left, where each updates what the one before it left.
+        """
+        if sums is None:
+            return self.start if last is None else self._rebuilt(last)
+        sums = dataclasses.replace(sums, start=self.start, decays=self.stays)
+        return sums if self.pools else sums.read()
 
     def find_decays(self, program: programs.Program, flat: Sequence[Any]) -> None:
         """Finds how much of the old value stays in each mean and variance that is pooled.

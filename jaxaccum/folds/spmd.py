@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxaccum.core import checks, compat
-from jaxaccum.core.reducers import reducers_of
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
 from jaxaccum.folds.arguments import Given, Options
@@ -192,14 +191,11 @@ def _kinds(
     sums: WindowSums, rows: PartitionSpec, grad_specs: Sequence[PartitionSpec]
 ) -> list[PartitionSpec | None]:
     """How each leaf of the sums lies over the devices; `None` for leaves without values."""
-    whole = PartitionSpec()
     kinds: list[PartitionSpec | None] = [
-        None if leaf.dtype == jax.dtypes.float0 else spec
-        for leaf, spec in zip(jax.tree.leaves(sums.grads), grad_specs, strict=True)
+        rows if reducer.emits else PartitionSpec() for reducer in jax.tree.leaves(sums.reducers)
     ]
-    kinds += [whole] * len(jax.tree.leaves((sums.loss, sums.weight)))
-    kinds += [rows if r.emits else whole for r in jax.tree.leaves(reducers_of(sums.aux))]
-    kinds += [whole] * (len(jax.tree.leaves(sums)) - len(kinds))
+    for i, (leaf, spec) in enumerate(zip(jax.tree.leaves(sums.grads), grad_specs, strict=True)):
+        kinds[i] = None if leaf.dtype == jax.dtypes.float0 else spec
     return kinds
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import checks
+from jaxaccum.core.reducers import Reducers
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices, faults, stages
 from jaxaccum.folds.staged import StagedWindow
 
@@ -100,8 +102,8 @@ def count(bound: Any) -> list[jax.Array]:
     return window.outputs()
 
 
-def sums(bound: Any, seeds: Sequence[Any] | None) -> dict[str, Any]:
-    """The window's sums on this device, as carries by name.
+def sums(bound: Any, seeds: Sequence[Any] | None) -> WindowSums:
+    """The window's sums on this device, as carries.
 
     Args:
       bound: the loss, bound to the arguments of a call.
@@ -109,12 +111,14 @@ def sums(bound: Any, seeds: Sequence[Any] | None) -> dict[str, Any]:
     """
     window = StagedWindow(bound, weights_only=False)
     grads = window.gradients(seeds)
-    values, n = window.outputs(), window.loss.terms.num_leaves
-    return {
-        "grads": grads,
-        "loss": values[:n],
-        "weight": values[n : 2 * n],
-        "aux": jax.tree.unflatten(window.loss.aux_tree, values[2 * n :]),
-        "num": jnp.int32(bound.num_microbatches),
-        "noise": None,
-    }
+    values, terms = window.outputs(), window.loss.terms
+    n = terms.num_leaves
+    return WindowSums(
+        grads=grads,
+        loss=jax.tree.unflatten(terms, values[:n]),
+        weight=jax.tree.unflatten(terms, values[n : 2 * n]),
+        aux=jax.tree.unflatten(window.loss.aux_tree, values[2 * n :]),
+        num_microbatches=jnp.int32(bound.num_microbatches),
+        num_skipped=None,  # type: ignore[arg-type]  # known by the end of the fold
+        grad_reducers=Reducers(bound.tree.reducers(grads)),
+    )

@@ -1,0 +1,125 @@
+"""One micro-step: from a micro-batch's rows to the `WindowSums` that it adds."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccum.core import noise
+from jaxaccum.core.checks import all_finite, is_inexact
+from jaxaccum.core.mean import add, wide
+from jaxaccum.core.reducers import Addition, Reducers, Stack
+from jaxaccum.core.sums import WindowSums
+from jaxaccum.folds import devices
+from jaxaccum.folds.scan import Outcome
+from jaxaccum.numerics import loss_scaling
+
+
+class MicroStep:
+    """What the fold runs on each micro-batch.
+
+    Its values are a pair: the `WindowSums` of the micro-batch, whose gradients are a flat list; and
+    where bad ones are left out, whether it was finite.
+
+    Args:
+      call: the loss, bound to the arguments of a call.
+      seeds: what each term's gradient is multiplied by; `None` for 1.
+      kept: boolean for each micro-batch; only these count. `None`: all.
+    """
+
+    def __init__(self, call: Any, seeds: Sequence[Any] | None, kept: Any):
+        self.call, self.seeds, self.kept = call, seeds, kept
+
+    @staticmethod
+    def reducers(values: tuple[WindowSums, Any]) -> Any:
+        """How the values are combined over the micro-batches of a window."""
+        sums, finite = values
+        return sums.reducers, None if finite is None else Stack()
+
+    def __call__(self, index: Any, rows: Any, threads: Any = None) -> Outcome:
+        call = self.call
+        loss, flat, differentiated = call.loss_at(index, rows, threads)
+        loss.weights_fn(call.options.function, differentiated)  # refuses what cannot be summed
+        grads, totals, weights, aux = self._gradients(loss, flat, differentiated)
+        reducers = call.tree.reducers(grads)
+        spread = None
+        if call.options.noise_scale:
+            summed = [g for g, r in zip(grads, reducers, strict=True) if isinstance(r, Addition)]
+            spread = noise.group(summed, weights[0])
+        grads = self._scattered(grads)
+        new_state, state = [], None
+        if call.state is not None:
+            aux, new_state, count = aux
+            if call.state.pools:
+                count = rows[0].shape[0] if count is None else count
+                state = call.state.contribution(new_state, count)
+        finite = self._judge([*grads, *totals, *weights, *filter(is_inexact, new_state)])
+        if finite is not None:  # the gradients of the batch's own rows are not carried
+            number = len(call.moving)
+            cleared = [jnp.where(finite, g, jnp.zeros_like(g)) for g in grads[number:]]
+            grads = [*grads[:number], *cleared]
+        sums = WindowSums(
+            grads=grads,
+            loss=jax.tree.unflatten(loss.terms, totals),
+            weight=jax.tree.unflatten(loss.terms, weights),
+            aux=aux,
+            num_microbatches=jnp.int32(1),
+            num_skipped=None,  # type: ignore[arg-type]  # known by the end of the fold
+            grad_reducers=Reducers(reducers),
+            noise=spread,
+            model_state=state,
+        )
+        threads = devices.vary(new_state, call.varied) if threads is not None else ()
+        keep = finite if self.kept is None or finite is None else finite & self.kept[index]
+        values = devices.vary((sums, finite), call.varied)
+        return Outcome(values, keep, call.rounding_key(index), threads)
+
+    def _gradients(
+        self, loss: Any, flat: Sequence[Any], differentiated: Sequence[bool]
+    ) -> tuple[list[Any], list[Any], list[Any], Any]:
+        """Gradients, totals, weights and auxiliary outputs of one forward and backward pass."""
+        call, scale = self.call, self.call.scale
+
+        def objective(moving: list[Any]) -> Any:
+            supply = iter(moving)
+            totals, weights, aux = loss(
+                [next(supply) if d else x for x, d in zip(flat, differentiated, strict=True)]
+            )
+            # Each device's own, also what it took from a statistic of all devices: only then is
+            # the gradient that of the sum over devices, as it is without checking.
+            totals = devices.vary(totals, call.checked)
+            value = totals[0]
+            if self.seeds is not None:
+                pairs = zip(self.seeds, totals, strict=True)
+                value = functools.reduce(add, [s * t.astype(s.dtype) for s, t in pairs])
+            if scale is not None:
+                value = loss_scaling.scaled(value, scale)
+            return value, (totals, weights, aux)
+
+        start = [x for x, d in zip(flat, differentiated, strict=True) if d]
+        grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
+        if scale is not None:  # what is no sum (FP8 scaling state) was not scaled
+            pairs = zip(call.tree.reducers(grads), grads, strict=True)
+            grads = [loss_scaling.unscale(g, scale) if r.divides else g for r, g in pairs]
+        return grads, totals, weights, aux
+
+    def _scattered(self, grads: list[Any]) -> list[Any]:
+        """The gradients, those of parts reduce-scattered where that happens in every micro-step."""
+        if not self.call.scattering:
+            return grads
+        shards = self.call.grad_shards
+        parts = [
+            g if s is None else s.scatter_here(g.astype(wide(g.dtype)))
+            for g, s in zip(grads, shards, strict=False)
+        ]
+        return [*parts, *grads[len(shards) :]]
+
+    def _judge(self, leaves: Sequence[Any]) -> Any:
+        """Whether all that the micro-batch gave is finite; `None` where nothing is left out."""
+        if not self.call.options.skips:
+            return None
+        finite = all_finite(leaves)
+        # A part holds every device's gradient, so all must agree.
+        return devices.agree(finite, self.call.axes) if self.call.scattering else finite
