@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax.linen import fp8_ops
@@ -14,6 +13,7 @@ from jaxaccum.core import checks
 from jaxaccum.core.reducers import Max, Sum
 from jaxaccum.folds.arguments import NOTHING, positional
 from jaxaccum.folds.batch import checked_argnums
+from jaxaccum.folds.donation import Step
 from jaxaccum.folds.model_state import CHOICES
 from jaxaccum.folds.stream_state import find_states, has_updated
 from jaxaccum.numerics import loss_scaling
@@ -209,7 +209,7 @@ def train_step(
         )
         return new_state, info
 
-    return jax.jit(step_fn, donate_argnums=(0,) if donate else ())
+    return Step("linen.train_step", step_fn, (0,) if donate else ())
 
 
 def _by_collection(params: Any) -> dict[str, Any]:

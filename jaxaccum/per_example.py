@@ -82,6 +82,8 @@ def clip(
 
     def clip_fn(grads: Any) -> Any:
         leaves, tree = jax.tree.flatten(grads)
+        if not leaves:
+            return grads
         leaves = [g.astype(wide(g.dtype)) for g in leaves]
         squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in leaves]
         norm = jnp.sqrt(functools.reduce(jnp.add, squares))

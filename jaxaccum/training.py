@@ -15,6 +15,7 @@ from jaxaccum.core.sums import finalize, is_empty
 from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
 from jaxaccum.folds import faults
 from jaxaccum.folds.arguments import NOTHING, positional
+from jaxaccum.folds.donation import Step
 from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.inner import in_one_precision
 from jaxaccum.folds.model_state import check_given
@@ -327,7 +328,7 @@ def train_step(
         )
         return new_params, new_state, info
 
-    return TrainStep(init_fn, jax.jit(step_fn, donate_argnums=(0, 1) if donate else ()))
+    return TrainStep(init_fn, Step("train_step", step_fn, (0, 1) if donate else ()))
 
 
 def _check_whole(batch_argnums: Any) -> None:

@@ -146,10 +146,41 @@ def arrays(
 ) -> None:
     """Requires every leaf to be an array or a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        usable(function, f"{name}{jax.tree_util.keystr(path)}", leaf)
         if not is_array(leaf):
             raise TypeError(
                 f"{function}: `{name}{jax.tree_util.keystr(path)}` must be an array, got "
                 f"{describe(leaf)} of type {type(leaf).__name__}. {remedy}"
+            )
+
+
+def usable(function: str, name: str, x: Any) -> None:
+    """Refuses arrays of kinds that JAX cannot compute with."""
+    dtype = getattr(x, "dtype", None)
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{function}: `{name}` is a masked array, {describe(x)}, and JAX has no masks. Pass "
+            "`x.filled(0)` and, as an array of its own, `~np.ma.getmaskarray(x)` for "
+            "`ja.mean(..., where=...)`."
+        )
+    widest = {"f": np.dtype(np.float64), "c": np.dtype(np.complex128)}
+    if isinstance(dtype, np.dtype) and dtype.kind in widest:
+        most = widest[dtype.kind]
+        if dtype.itemsize > most.itemsize:
+            raise TypeError(
+                f"{function}: `{name}` is {describe(x)}, wider than any type of JAX. Pass "
+                f'`x.astype("{most}")`.'
+            )
+
+
+def concrete(function: str, tree: Any, *, name: str) -> None:
+    """Requires values, which the description of an array does not have."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.AbstractValue):
+            raise TypeError(
+                f"{function}: `{name}{jax.tree_util.keystr(path)}` is a description without "
+                f"values, {type(leaf).__name__} {describe(leaf)}. Pass an array, or trace the "
+                "whole call: `jax.eval_shape(f, params, batch)`."
             )
 
 

@@ -50,6 +50,7 @@ class Batch:
         )
         trees = {p: args[p] for p in self.positions}
         self.rows = cut.common_rows(function, {self.name(p): tree for p, tree in trees.items()})
+        cut.check_rows(function, trees, self.rows)
         leaves, self._tree = jax.tree.flatten(trees)
         self.leaves = [jnp.asarray(leaf) for leaf in leaves]
         self.owners = [p for p, tree in trees.items() for _ in jax.tree.leaves(tree)]
@@ -73,6 +74,7 @@ class Batch:
     def put(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """All arguments, the cut ones made of `leaves`."""
         trees = self.by_position(leaves)
+        cut.check_rows(self.function, trees, leaves[0].shape[0])
         return [trees.get(p, arg) for p, arg in enumerate(args)]
 
     def by_position(self, leaves: Sequence[Any]) -> dict[int, Any]:

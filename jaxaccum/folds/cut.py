@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from jaxaccum.core import checks
 
@@ -61,6 +61,9 @@ def segments(
       num_microbatches: into how many micro-batches they are cut.
       microbatch_size: the rows of each. Exactly one of the two is given.
     """
+    if export.is_symbolic_dim(size):
+        number, each = _check_symbolic(function, size, num_microbatches, microbatch_size)
+        return (Segment(0, number, each),)
     if num_microbatches is not None:
         if num_microbatches > size:
             raise ValueError(
@@ -79,6 +82,23 @@ def segments(
     return tuple(segment for segment in (first, second) if segment.num)
 
 
+def _check_symbolic(
+    function: str, size: Any, num_microbatches: int | None, microbatch_size: int | None
+) -> tuple[Any, Any]:
+    """Number and size of the micro-batches of a batch whose size is a symbol of `jax.export`."""
+    parts = num_microbatches or microbatch_size
+    rest = size % parts
+    if export.is_symbolic_dim(rest) or rest:
+        name = "num_microbatches" if num_microbatches else "microbatch_size"
+        raise ValueError(
+            f"{function}: the batch has the symbolic number of rows {size}, which does not "
+            f"certainly divide by `{name}`, {parts}, and only an even cut is the same program for "
+            f'every size. Export it with a multiple, `jax.export.symbolic_shape("{parts}*n")`.'
+        )
+    other = size // parts
+    return (parts, other) if num_microbatches else (other, parts)
+
+
 def common_rows(function: str, trees: dict[str, Any]) -> int:
     """The common size of axis 0 of all leaves.
 
@@ -95,7 +115,10 @@ def common_rows(function: str, trees: dict[str, Any]) -> int:
     if not leaves:
         raise ValueError(f"{function}: {names} has no leaves, so there are no rows to cut.")
     sizes: dict[int, str] = {}
+    for name, tree in trees.items():
+        checks.concrete(function, tree, name=name)
     for name, leaf in leaves:
+        checks.usable(function, name, leaf)
         if not checks.is_array(leaf):
             raise TypeError(
                 f"{function}: `{name}` must be an array of numbers, got {checks.describe(leaf)}. "
@@ -118,6 +141,12 @@ def common_rows(function: str, trees: dict[str, Any]) -> int:
     return size
 
 
+_REMEDY = (
+    "Pass plain arrays, with their rows along axis 0, and make such objects of them in the loss "
+    "function."
+)
+
+
 def rebuilt(function: str, tree: Any, leaves: Sequence[Any]) -> Any:
     """The tree around the rows of a micro-batch.
 
@@ -130,9 +159,34 @@ def rebuilt(function: str, tree: Any, leaves: Sequence[Any]) -> Any:
         reason = str(error).strip().partition("\n")[0]
         raise TypeError(
             f"{function}: the batch holds a `{_refusing(tree, leaves)}`, which does not accept "
-            f"the rows of one micro-batch in place of its array: {reason} Pass plain arrays, with "
-            "their rows along axis 0, and make such objects of them in the loss function."
+            f"the rows of one micro-batch in place of its arrays: {reason} {_REMEDY}"
         ) from error
+
+
+def check_rows(function: str, batch: Any, rows: int) -> None:
+    """Requires that array-like nodes, made of arrays, have as many rows as these.
+
+    Named arrays keep the shape of the whole beside arrays that were cut; sparse ones have another.
+    """
+    for node in jax.tree.leaves(batch, is_leaf=lambda x: _own_shape(x) is not None):
+        shape = _own_shape(node)
+        if shape is not None and shape[0] != rows:
+            raise TypeError(
+                f"{function}: the batch holds a `{type(node).__name__}` that says it has the shape "
+                f"{shape} where its arrays have {rows} rows, so it cannot be cut. {_REMEDY}"
+            )
+
+
+def _own_shape(x: Any) -> tuple[Any, ...] | None:
+    """The shape that an array-like node of a tree says it has; `None` for anything else."""
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return None
+    shape, axes = getattr(x, "shape", None), getattr(x, "axes", None)
+    if isinstance(shape, tuple) and hasattr(x, "dtype") and hasattr(x, "ndim"):
+        return shape or None
+    if isinstance(axes, tuple) and all(hasattr(a, "name") and hasattr(a, "size") for a in axes):
+        return tuple(axis.size for axis in axes) or None
+    return None
 
 
 def _refusing(tree: Any, leaves: Sequence[Any]) -> str:
@@ -187,8 +241,13 @@ def split(
     """
     number, size = check_cut("split", num_microbatches, microbatch_size)
     leaves, tree = jax.tree.flatten(batch)
+    rows = common_rows("split", {"batch": batch})
+    check_rows("split", batch, rows)
     pieces = []
-    for segment in segments("split", common_rows("split", {"batch": batch}), number, size):
+    for segment in segments("split", rows, number, size):
         grid = segment.grid(leaves)
         pieces += [micro_batch(grid, index) for index in range(segment.num)]
-    return [rebuilt("split", tree, piece) for piece in pieces]
+    made = [rebuilt("split", tree, piece) for piece in pieces]
+    for micro, piece in zip(made, pieces, strict=True):
+        check_rows("split", micro, piece[0].shape[0])
+    return made

@@ -35,6 +35,7 @@ class Differentiated:
         self.rows = batch.moving(self.positions)
         self._whole = [p for p in self.positions if p not in batch.positions]
         trees = {p: args[p] for p in self._whole}
+        checks.concrete(options.function, trees, name="argument")
         checks.arrays(options.function, trees, name="argument")
         self.leaves, self._structure = jax.tree.flatten([trees[p] for p in self._whole])
         self.moving = [jnp.asarray(x) for x in self.leaves if is_inexact(x)]
@@ -55,7 +56,9 @@ class Differentiated:
           leaves: what stands in the place of each leaf of the whole arguments.
           rows: in that of each leaf of the batch.
         """
-        found = self.by_position(leaves) | self.batch.by_position(rows)
+        found = self.by_position(leaves)
+        if len(found) < len(self.positions):
+            found |= self.batch.by_position(rows)
         trees = tuple(found[p] for p in self.positions)
         return trees if isinstance(self.options.argnums, Sequence) else trees[0]
 
@@ -147,7 +150,11 @@ class Differentiated:
             return _Placed(value, Addition() if isinstance(reducer, Addition) else reducer)
 
         whole = [place(leaf, is_inexact(leaf)) for leaf in self.leaves]
-        rows = [place(*pair) for pair in zip(self.batch.leaves, self.rows, strict=True)]
+        cut = [p in self.positions for p in self.batch.owners]
+        rows = [
+            place(leaf, moves) if asked else None
+            for leaf, moves, asked in zip(self.batch.leaves, self.rows, cut, strict=True)
+        ]
         leaves, tree = jax.tree.flatten(self.tree(whole, rows))
         return tuple(
             jax.tree.unflatten(tree, part)

@@ -69,7 +69,9 @@ class Replay:
         self.number = sum(segment.num for segment in self.segments)
         num_real = arguments.num_real(name, num_real, self.number)
         positions = checks.argnums(name, options.argnums, len(args))
-        checks.arrays(name, [args[p] for p in positions], name="argument")
+        moving = {p: args[p] for p in positions if p not in self.batch.positions}
+        checks.concrete(name, moving, name="argument")
+        checks.arrays(name, moving, name="argument")
         self.rows_move = self.batch.moving(positions)
         batch = self.batch.leaves
         # Gradients stay local only of what is typed as different on each device.

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxaccum.core import checks, compat
@@ -145,7 +146,8 @@ def _devices(
     names = devices.names_of(options.function, "spmd_axis_name", options.spmd_axis_name)
     mesh = mesh_of(options.function, names, args)
     number = int(np.prod([mesh.shape[name] for name in names]))
-    if batch.rows % number:
+    rest = batch.rows % number
+    if export.is_symbolic_dim(rest) or rest:
         raise ValueError(
             f"{options.function}: the batch has {batch.rows} rows, which do not divide by the "
             f"{number} devices of `spmd_axis_name` {names}. Pad it with `ja.pad_batch` to "

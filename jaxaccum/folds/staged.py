@@ -140,8 +140,9 @@ class StagedWindow:
         # The gradient of what no total depends on is zero, and is carried as the others are.
         replays[0].moving.extend(v for v in wanted if v not in read)
         for depth, replay in zip(reversed(range(last + 1)), replays, strict=True):
-            if replay.moving:
-                self._fold(depth, replay, makes=depth == last, seeds=seeds)
+            if replay.moving or depth == last:
+                moving = replay if replay.moving else None
+                self._fold(depth, moving, makes=depth == last, seeds=seeds)
         return [self.carries[v] if v in self.carries else self.stacks[v] for v in wanted]
 
     def _replay(self, depth: int, read: set[Any]) -> _Replay:
