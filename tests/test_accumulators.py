@@ -134,6 +134,35 @@ def test_devices_meet_in_float32(kind):
 
 
 @each
+@pytest.mark.parametrize("route", ["accumulate", "multi_steps"])
+def test_skipping_over_devices(kind, route):
+    """Case 79: one nan, in a window where each device skips alone and in a stream where all do."""
+    x, gone = rows(), [19]
+    x[19] = np.nan
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"accumulator": KINDS[kind], "axis_name": "data", "skip_nonfinite": True}
+
+    def grads(w, x):
+        key = {"key": jax.random.key(0)} if kind == "stochastic" else {}
+        if route == "accumulate":
+            return ja.accumulate(loss_fn, num_microbatches=8, **options)(w, x, **key).grads
+        tx = ja.multi_steps(optax.sgd(1.0), 7, normalize=False, **options)
+        state = tx.init(w)
+
+        def step(state, row):
+            updates, state = tx.update(row, state, w, weight=1, **key)
+            return state, updates
+
+        return -jax.lax.scan(step, state, x)[1].sum(0)
+
+    step = jax.shard_map(grads, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    if route == "multi_steps":  # the micro-step of the nan is left out on every device
+        gone = np.arange(3, 64, 8)
+    want = np.delete(x, gone, 0).astype(np.float64).sum(0)
+    np.testing.assert_allclose(jax.jit(step)(jnp.zeros(5), x), want, rtol=ERRORS[kind])
+
+
+@each
 def test_skipping_and_uneven_cuts(kind):
     x = rows(10)
     x[3] = np.nan

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from oracles import assert_equal
 
 import jaxaccum as ja
 
@@ -308,6 +309,69 @@ def test_a_dropped_window_leaves_the_state(policy):
     for name in START:
         assert got[name] == START[name]
         assert got[name].dtype == START[name].dtype
+
+
+def running(w, x, *, model_state):
+    """A loss that is finite whatever the state is; a negative row makes a nan in the state alone.
+
+    The mask and the maximum hold infinities for good, which are no fault.
+    """
+    norm = jnp.where(x[0] < 0, jnp.nan, jnp.mean(x))
+    state = {
+        "mean": 0.5 * model_state["mean"] + 0.5 * norm,
+        "mask": model_state["mask"],
+        "highest": jnp.maximum(model_state["highest"], x[0]),
+    }
+    return ja.mean(w * x), state
+
+
+RUNNING = {
+    "mean": jnp.float32(1),
+    "mask": jnp.array([0, -jnp.inf]),
+    "highest": jnp.float32(-jnp.inf),
+}
+
+
+@pytest.mark.parametrize("policy", ["sequential", "pooled"])
+@pytest.mark.parametrize("skip", [True, "window"])
+def test_case_72_a_nan_in_the_new_state_alone(policy, skip):
+    """Without it nothing is left out; a step keeps its state, too, and counts what it lost."""
+    options = {"num_microbatches": 3, "model_state": policy, "skip_nonfinite": skip}
+    x = jnp.array([4.0, 2.0, 6.0])
+    f = jax.jit(ja.accumulate(running, **options))
+    sums = f(jnp.float32(1), x, model_state=RUNNING)
+    assert (sums.num_skipped, sums.grads) == (0, 12)
+    bad = x.at[1].set(-2.0)
+    init, step = ja.train_step(running, optax.sgd(1.0), donate=False, **options)
+    w, state, info = step(jnp.float32(1), init(jnp.float32(1), RUNNING), bad)
+    got = state.model_state
+    if skip == "window":
+        assert (w, info.num_skipped, info.num_dropped) == (1, 3, 1)
+        assert_equal(got, RUNNING)
+    else:
+        assert (w, info.num_skipped, info.num_dropped) == (1 - 5, 1, 0)
+        want = 0.5 * (0.5 * 1 + 0.5 * 4) + 0.5 * 6 if policy == "sequential" else 0.5 + 0.5 * 5
+        assert got["mean"] == want
+    assert np.isfinite(got["mean"])
+    frozen = ja.accumulate(running, **{**options, "model_state": "frozen"})
+    assert frozen(jnp.float32(1), bad, model_state=RUNNING).num_skipped == 0
+
+
+@pytest.mark.parametrize("policy", ["sequential", "pooled"])
+def test_case_72_over_devices(policy):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    f = ja.accumulate(
+        running, num_microbatches=2, model_state=policy, skip_nonfinite="window",
+        spmd_axis_name="data",
+    )  # fmt: skip
+    x = np.arange(1, 9, dtype=np.float32)
+    with jax.set_mesh(mesh):
+        for bad, skipped in ((x, 0), (np.where(x == 6, -6, x), 8)):
+            window = ja.finalize(
+                jax.jit(f)(jnp.float32(1), jax.device_put(bad, P("data")), model_state=RUNNING)
+            )
+            assert window.num_skipped == skipped
+            assert np.isfinite(window.model_state["mean"])
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])

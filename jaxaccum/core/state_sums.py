@@ -76,6 +76,24 @@ def like(value: jax.Array, leaf: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
 
 
+def sound(new: Any, old: Any) -> jax.Array:
+    """Whether no number of the state `new` is nan or infinite that was not so in `old`.
+
+    What a model holds for good, such as the -inf of a mask or of a running maximum, is no fault.
+
+    Args:
+      new: a state, a tree of arrays.
+      old: the state before, of the same structure.
+    """
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    flags = [
+        (jnp.isfinite(a) | (a == b) | (jnp.isnan(a) & jnp.isnan(b))).all()
+        for a, b in pairs
+        if not is_key(a) and is_inexact(a)
+    ]
+    return jnp.stack([jnp.ones((), jnp.bool_), *flags]).all()
+
+
 def statistic(stays: Any, old: Any, new: Any) -> jax.Array:
     """A batch's own statistic, from the exponential average `new` that it was folded into."""
     dtype = dtypes.promote(wide(jnp.asarray(new).dtype), jnp.float32)

@@ -20,7 +20,7 @@ from jaxaccum.core.reducers import (
     reducers_of,
     values_of,
 )
-from jaxaccum.core.state_sums import StateSums
+from jaxaccum.core.state_sums import StateSums, sound
 
 # How each field of `WindowSums` is combined whose arrays are all combined alike.
 _REDUCERS: dict[str, Reducer] = {
@@ -86,14 +86,20 @@ class WindowSums:
         found |= {name: _all(reducer, getattr(self, name)) for name, reducer in _REDUCERS.items()}
         return dataclasses.replace(self, **found)
 
-    def is_finite(self) -> jax.Array:
-        """Whether all that the optimizer or the next window would read is finite."""
+    def is_finite(self, start: Any = None) -> jax.Array:
+        """Whether all that the optimizer or the next window would read is finite.
+
+        Args:
+          start: the model's state at the window's start, beside which `model_state` is judged where
+            it is the one after it: what was not finite there already is no fault of the window.
+        """
+        weights = [as_float(x, jnp.float32) for x in jax.tree.leaves(self.weight)]
+        read = jax.tree.leaves((self.grads, self.loss))
+        finite = checks.all_finite([*weights, *(x for x in read if checks.is_inexact(x))])
         state = self.model_state
         if isinstance(state, StateSums):
-            state = (state.totals, state.moments, state.number)
-        weights = [as_float(x, jnp.float32) for x in jax.tree.leaves(self.weight)]
-        read = jax.tree.leaves((self.grads, self.loss, state))
-        return checks.all_finite([*weights, *(x for x in read if checks.is_inexact(x))])
+            state, start = state.read(), state.start
+        return finite if start is None else finite & sound(state, start)
 
     def emptied(self) -> "WindowSums":
         """The sums of a window without micro-batches.

@@ -276,10 +276,11 @@ class Bound:
         sums = cleared(sums)
         if not self.options.drops:
             return sums
-        good = sums.is_finite()
+        start = self.state and self.state.start
+        good = sums.is_finite(start)
         if any(self.grad_shards) or any(self.tree.rows):  # a device holds but a part of some sums
             good = devices.agree(good, self.axes)
-        return kept_if(good, sums, self.state and self.state.start)
+        return kept_if(good, sums, start)
 
     def fold(self, micro_fn: Any, reducers_fn: Any, thread: Any = None) -> Any:
         return fold(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import noise
-from jaxaccum.core.checks import all_finite, is_inexact
+from jaxaccum.core.checks import all_finite
 from jaxaccum.core.mean import add, wide
 from jaxaccum.core.reducers import Addition, Reducers, Stack
 from jaxaccum.core.sums import WindowSums
@@ -49,13 +49,13 @@ class MicroStep:
             summed = [g for g, r in zip(grads, reducers, strict=True) if isinstance(r, Addition)]
             spread = noise.group(summed, weights[0])
         grads = self._scattered(grads)
-        new_state, state = [], None
+        new_state, state, count = [], None, None
         if call.state is not None:
             aux, new_state, count = aux
             if call.state.pools:
                 count = rows[0].shape[0] if count is None else count
                 state = call.state.contribution(new_state, count)
-        finite = self._judge([*grads, *totals, *weights, *filter(is_inexact, new_state)])
+        finite = self._judge([*grads, *totals, *weights], new_state, threads, count)
         if finite is not None:  # the gradients of the batch's own rows are not carried
             number = len(call.moving)
             cleared = [jnp.where(finite, g, jnp.zeros_like(g)) for g in grads[number:]]
@@ -116,10 +116,12 @@ class MicroStep:
         ]
         return [*parts, *grads[len(shards) :]]
 
-    def _judge(self, leaves: Sequence[Any]) -> Any:
+    def _judge(self, leaves: Sequence[Any], state: Any, threads: Any, count: Any) -> Any:
         """Whether all that the micro-batch gave is finite; `None` where nothing is left out."""
         if not self.call.options.skips:
             return None
         finite = all_finite(leaves)
+        if self.call.state is not None:
+            finite = finite & self.call.state.sound(state, threads, count)
         # A part holds every device's gradient, so all must agree.
         return devices.agree(finite, self.call.axes) if self.call.scattering else finite

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxaccum.core import checks, compat, programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
-from jaxaccum.core.state_sums import StateSums, like, numbers, statistic
+from jaxaccum.core.state_sums import StateSums, like, numbers, sound, statistic
 from jaxaccum.folds import devices
 
 POLICIES = ("sequential", "pooled", "frozen")
@@ -128,6 +128,19 @@ class ModelState:
     def of_device(self, last: Sequence[Any], number: Any) -> StateSums | None:
         """What a device adds whose micro-batches have updated the state one after the other."""
         return self._sums(last, [], jnp.asarray(number, jnp.float32)) if self.axes else None
+
+    def sound(self, new: Sequence[Any], threads: Sequence[Any] | None, count: Any) -> Any:
+        """Whether a micro-batch left nothing in the state that is not finite.
+
+        Args:
+          new: the leaves that it left.
+          threads: those that the one before it left; `None` where all start from the same state.
+          count: of how many entries; pooled statistics of none are nan and left out.
+        """
+        if self.policy == "frozen":
+            return True
+        fine = sound(new, self.leaves if threads is None else threads)
+        return fine | (jnp.asarray(count) == 0) if self.pools else fine
 
     def after(self, sums: StateSums | None, last: Sequence[Any] | None) -> Any:
         """The state after the window; for the policy "pooled" its undivided sums.

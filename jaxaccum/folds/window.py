@@ -81,9 +81,9 @@ def accumulate(
         parameters this is ZeRO: a sharded optimizer update follows.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
-        loss or gradient is not finite; the window is shorter by it. "window" leaves out the whole
-        window instead, as one without micro-batches. What is stacked or concatenated is kept as
-        it came.
+        loss, gradient or new model state is not finite; the window is shorter by it. "window"
+        leaves out the whole window instead, as one without micro-batches. What is stacked or
+        concatenated is kept as it came.
       grad_reducers: for gradient leaves that are not sums (FP8 scaling state): a tree prefix of
         the gradients with `ja.Sum`, `ja.Max`, `ja.Min` or `ja.Last` as leaves.
       model_state: what the window does to state that the model keeps beside its parameters, such

@@ -74,13 +74,13 @@ class _Chunked(_Narrow):
         return Chunked(
             compat.filled(aval, wide(aval.dtype)),
             compat.filled(aval, self._narrow(aval.dtype)),
-            jnp.zeros((), jnp.int32),
+            _none_like(aval),
         )
 
     def start(self, value: jax.Array) -> Chunked:
         total = jnp.zeros_like(value, wide(value.dtype))
         run = jnp.zeros_like(value, self._narrow(value.dtype))
-        return self.fold(Chunked(total, run, jnp.zeros((), jnp.int32)), value)
+        return self.fold(Chunked(total, run, _none_like(value)), value)
 
     def fold(self, carry: Chunked, value: jax.Array) -> Chunked:
         run = add(carry.run, value.astype(carry.run.dtype))
@@ -93,6 +93,11 @@ class _Chunked(_Narrow):
             filled >= self.every, close, lambda total, run: (total, run), carry.total, run
         )
         return Chunked(total, run, jnp.where(filled >= self.every, 0, filled))
+
+
+def _none_like(aval: Any) -> jax.Array:
+    """A count of zero that differs over the devices where `aval` does: they may skip apart."""
+    return compat.vary(jnp.zeros((), jnp.int32), compat.varying_axes(aval))
 
 
 def stochastic(*, dtype: Any = jnp.bfloat16) -> Accumulator:
