@@ -15,14 +15,9 @@ from jaxaccum.auditing import hlo
 class Leaf:
     """One array among the arguments, or one of the gradient.
 
-    Attributes:
-      label: how it is called in the report.
-      path: its keys, the first two of which say which argument it belongs to; empty for others.
-      shape: on all devices together.
-      dtype: a NumPy dtype, or an extended one.
-      spec: the mesh axes that shard each dimension.
-      donated: whether the caller gave it away.
-      number: the compiled program's parameter; `None` if it was left out.
+    The first two keys of `path` say which argument it belongs to; `spec` holds the mesh axes that
+    shard each dimension; `number` is that of the compiled program's parameter, `None` if it was
+    left out.
     """
 
     label: str
@@ -89,51 +84,46 @@ def leaves_of(compiled: Any, program: hlo.Program, mesh: Mapping[str, int] | Non
     `jit` leaves out unused arguments and keeps the order of the others.
     """
     info = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    shardings = _shardings(compiled)
+    shardings, parameters = _shardings(compiled), program.entry.parameters
     kept = [i for i, sharding in enumerate(shardings) if sharding is not None]
-    if len(kept) != len(program.parameters):
+    if len(kept) != len(parameters):
         kept = []  # constants became parameters: which is which is not known
     numbers = {i: number for number, i in enumerate(kept)}
-    roots: dict[Any, str] = {}  # how the function calls its arguments, from the program's metadata
-    for i, number in numbers.items():
-        path, name = info[i][0], program.parameters[number].op_name
-        rest = jax.tree_util.keystr(path[2:])
-        if name and name.endswith(rest):
-            roots.setdefault(path[:2], name.removesuffix(rest))
     leaves = []
     for i, (path, leaf) in enumerate(info):
-        place = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:2])
-        label = roots.get(path[:2], place) + jax.tree_util.keystr(path[2:])
+        number = numbers.get(i)
+        label = parameters[number].op_name if number is not None else ""
+        label = label or ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
         spec = _spec(shardings[i], leaf.shape, mesh)
-        found = (leaf.donated, numbers.get(i))
-        leaves.append(Leaf(label, path, leaf.shape, leaf.dtype, spec, *found))
+        leaves.append(Leaf(label, path, leaf.shape, leaf.dtype, spec, leaf.donated, number))
     return leaves
 
 
-def roles_of(
-    leaves: list[Leaf], gradient_like: Any, mesh: Mapping[str, int] | None
-) -> tuple[list[Leaf], list[Leaf]]:
+def roles_of(leaves: list[Leaf], gradient_like: Any) -> tuple[list[Leaf], list[Leaf]]:
     """The leaves of the gradient, and those arguments that belong to the batch."""
     if gradient_like is None:
-        # Keyword arguments come in alphabetical order.
-        by_keyword = [leaf for leaf in leaves if leaf.path[0].idx == 1 and _is_params(leaf.path[1])]
-        ordered = [leaf for leaf in leaves if leaf.path[0].idx == 0] + by_keyword + leaves
-        first = ordered[0].path[:2] if ordered else ()
-        of_first = [leaf for leaf in leaves if leaf.path[:2] == first]
+        order = {leaf.path[:2]: leaf.path[0].idx for leaf in leaves}  # keywords by the alphabet
+        params = [path for path, keyword in order.items() if keyword and _is_params(path[1])]
+        first = [*(path for path, keyword in order.items() if not keyword), *params, *order][:1]
+        of_first = [leaf for leaf in leaves if leaf.path[:2] in first]
         inside = [leaf for leaf in of_first if len(leaf.path) > 2 and _is_params(leaf.path[2])]
-        gradient = [leaf for leaf in inside or of_first if leaf.inexact]
-        others = [leaf for leaf in leaves if leaf.path[:2] != first]
+        gradient = inside or of_first
+        others = [leaf for leaf in leaves if leaf.path[:2] not in first]
     else:
+        given = [(path, np.shape(x), x) for path, x in jax.tree.leaves_with_path(gradient_like)]
         known = {leaf.shape: leaf.spec for leaf in reversed(leaves) if leaf.inexact}
-        gradient = []
-        for path, x in jax.tree_util.tree_leaves_with_path(gradient_like):
-            shape, dtype = tuple(np.shape(x)), jax.dtypes.result_type(x)
-            sharding = getattr(x, "sharding", None)
-            named = isinstance(sharding, jax.sharding.NamedSharding) or shape not in known
-            spec = _spec(sharding, shape, mesh) if named else known[shape]
-            gradient.append(Leaf(jax.tree_util.keystr(path), path, shape, dtype, spec))
-        gradient = [leaf for leaf in gradient if leaf.inexact]
+        gradient = [
+            Leaf(
+                jax.tree_util.keystr(path),
+                path,
+                shape,
+                jax.dtypes.result_type(x),
+                known.get(shape, ((),) * len(shape)),
+            )
+            for path, shape, x in given
+        ]
         others = leaves
+    gradient = [leaf for leaf in gradient if leaf.inexact]
     shapes = {leaf.shape for leaf in gradient}
     return gradient, [leaf for leaf in others if leaf.shape and leaf.shape not in shapes]
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from typing import Any
+
+from jaxaccum.core.text import bytes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,19 +15,13 @@ class Collective:
       kind: such as `"all-reduce"`; an operation that starts asynchronously has the same kind.
       arrays: what one device sends or receives, such as `("float32[16,4]",)`; see `bytes`.
       bytes: the payload of one run on one device: the array that is reduced, scattered, permuted
-        or exchanged, or the gathered result. A ring moves about twice that for an all-reduce, once
-        for the others. 0 where every group is one device.
-      axes: the axes of the mesh, whole or in part, along which it exchanges data, in the mesh's
-        order; `None` where the groups or the mesh are unknown.
-      group_size: devices in each group; `None` where unknown.
-      replica_groups: the groups, as the compiler writes them.
-      loops: the trip counts of the loops around it, the outermost first, `None` where the compiler
-        knows none; empty outside of loops.
+        or exchanged, or the gathered result. 0 where every group is one device.
+      axes: the axes of the mesh along which it exchanges data; `None` where unknown.
+      loops: the trip counts of the loops around it, the outermost first, `None` where unknown.
       in_branch: whether it runs only when a conditional takes a branch.
       branch_in_loop: whether that conditional is inside the innermost loop.
-      gradient_sized: whether it has the size of a gradient, runs over axes that count, and moves
-        no rows.
       counts: whether it runs over axes that count, or unknown ones.
+      gradients: how much of one gradient it reduces in one run, 0 for whatever is no gradient.
       moves: the arguments that it moves unchanged (sliced, cast or rearranged at most).
       moves_rows: whether one of them belongs to the batch.
       op_name: its path in the traced program, or that of the loop or call around it where the
@@ -35,16 +32,19 @@ class Collective:
     arrays: tuple[str, ...]
     bytes: int
     axes: tuple[str, ...] | None
-    group_size: int | None
-    replica_groups: str
     loops: tuple[int | None, ...]
     in_branch: bool
     branch_in_loop: bool
-    gradient_sized: bool
     counts: bool
+    gradients: float
     moves: tuple[str, ...]
     moves_rows: bool
     op_name: str
+
+    @property
+    def gradient_sized(self) -> bool:
+        """Whether it reduces gradients, or parts of them."""
+        return self.gradients > 0
 
     @property
     def in_loop(self) -> bool:
@@ -54,24 +54,30 @@ class Collective:
     @property
     def trip_count(self) -> int | None:
         """How often it runs in one call, at most; `None` where a loop's trip count is unknown."""
-        known = [trips for trips in self.loops if trips is not None]
-        return math.prod(known) if len(known) == len(self.loops) else None
+        return None if None in self.loops else self.runs
+
+    @property
+    def runs(self) -> int:
+        """How often it runs in one call, at most; a loop of unknown trip count counts once."""
+        return math.prod(trips for trips in self.loops if trips is not None)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of one call, at most; a loop of unknown trip count counts once."""
-        return self.bytes * math.prod(trips for trips in self.loops if trips is not None)
+        """The bytes of one call: `bytes * runs`."""
+        return self.bytes * self.runs
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopSum:
-    """An array that a loop carries and computes anew in every iteration, shaped like a parameter.
+    """An array that a loop only adds to, shaped like a parameter.
 
     Attributes:
       dtype: such as `"bfloat16"`.
       shape: on one device.
       parameter: the first parameter of that shape.
       trip_count: how often the loop runs; `None` where unknown.
+      cuts_batch: whether an iteration takes a slice of the batch, as a window's does and one over
+        layers does not.
       op_name: the loop's path in the traced program.
     """
 
@@ -79,6 +85,7 @@ class LoopSum:
     shape: tuple[int, ...]
     parameter: str
     trip_count: int | None
+    cuts_batch: bool
     op_name: str
 
     @property
@@ -86,17 +93,13 @@ class LoopSum:
         """Whether it is narrower than float32."""
         return self.dtype in ("bfloat16", "float16") or self.dtype.startswith("float8")
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
 
 @dataclasses.dataclass(frozen=True)
 class DonatedBuffer:
-    """A donated argument, and what became of it.
-
-    Attributes:
-      argument: its name.
-      bytes: on one device.
-      aliased: whether an output reuses its buffer.
-      used: whether the compiled program has it as an argument at all.
-    """
+    """A donated argument, whether an output reuses its buffer, and whether the program uses it."""
 
     argument: str
     bytes: int
@@ -106,14 +109,7 @@ class DonatedBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, as the compiler counts them.
-
-    Attributes:
-      arguments: of all arguments.
-      outputs: of all outputs.
-      aliased: outputs that reuse a donated argument.
-      temporaries: what lives only during the call.
-    """
+    """Bytes on one device: `aliased` outputs reuse arguments, `temporaries` end with the call."""
 
     arguments: int
     outputs: int
@@ -124,3 +120,20 @@ class Memory:
     def peak(self) -> int:
         """`temporaries + outputs - aliased`: what a call needs beside its arguments."""
         return self.temporaries + self.outputs - self.aliased
+
+    def __str__(self) -> str:
+        return (
+            f"peak {bytes_text(self.peak)}, arguments {bytes_text(self.arguments)} "
+            f"(temporaries {bytes_text(self.temporaries)}, outputs {bytes_text(self.outputs)}, "
+            f"reused {bytes_text(self.aliased)})"
+        )
+
+
+def memory_of(compiled: Any) -> Memory | None:
+    """The memory of a compiled step; `None` where the backend does not tell."""
+    try:
+        stats = compiled.memory_analysis()
+    except NotImplementedError:
+        stats = None
+    names = ("argument", "output", "alias", "temp")
+    return stats and Memory(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names))

@@ -6,38 +6,27 @@ import math
 import re
 from typing import NamedTuple
 
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+KINDS = frozenset(
+    """all-reduce reduce-scatter all-gather all-to-all ragged-all-to-all collective-permute
+    collective-broadcast""".split()  # noqa: SIM905
 )
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\], ]')
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r"\s*([a-zA-Z][\w\-]*)\(")
-_OPERAND = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"\b(to_apply|calls|body|condition|branch_computations|true_computation|false_computation"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _LONG = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
 
 class Array(NamedTuple):
-    """The type of one array.
-
-    Attributes:
-      dtype: HLO's name, such as `f32`.
-      shape: static sizes.
-    """
+    """The type of one array: HLO's name of the dtype, such as `f32`, and static sizes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,10 +39,8 @@ class Array(NamedTuple):
     @property
     def bytes(self) -> int:
         """The bytes of the elements, without padding."""
-        bits = _BITS.get(self.dtype)
-        if bits is None:
-            digits = re.search(r"\d+", self.dtype)
-            bits = int(digits[0]) if digits else 0
+        digits = re.search(r"\d+", self.dtype)
+        bits = int(digits[0]) if digits else 8 * (self.dtype == "pred")
         return -(-self.size * bits // 8)
 
     @property
@@ -63,18 +50,17 @@ class Array(NamedTuple):
 
     @property
     def dtype_name(self) -> str:
-        """The name that NumPy uses, such as `float32`."""
+        """The name that NumPy uses, such as `float32` or `float8_e4m3fn`."""
         found = re.fullmatch(r"(bf|f|s|u|c)(\d+)(.*)", self.dtype)
         if found is None:
             return {"pred": "bool"}.get(self.dtype, self.dtype)
-        if found[3]:  # float8_e4m3fn
-            return f"float{found[2]}_{found[3]}"
-        return f"{_LONG[found[1]]}{found[2]}"
+        return f"{_LONG[found[1]]}{found[2]}{'_' if found[3] else ''}{found[3]}"
 
     def __str__(self) -> str:
         return f"{self.dtype_name}[{','.join(map(str, self.shape))}]"
 
 
+@functools.lru_cache(4096)
 def arrays(text: str) -> tuple[Array, ...]:
     """The arrays of a type, those of a tuple in order."""
     return tuple(
@@ -88,37 +74,22 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: without the percent sign.
-      type: its text.
+      name: without the percent sign, like all names here.
+      arrays: the types of the result, those of tuples in order.
       opcode: such as `all-reduce-start`.
       operands: names, in order.
       inside: the text between the parentheses, which a `parameter` or `constant` needs.
       attributes: the text after them.
-      is_root: whether it is its computation's result.
+      called: the computations that it runs, by the attribute that names them.
     """
 
     name: str
-    type: str
+    arrays: tuple[Array, ...]
     opcode: str
     operands: tuple[str, ...]
     inside: str
     attributes: str
-    is_root: bool
-
-    @functools.cached_property
-    def called(self) -> dict[str, tuple[str, ...]]:
-        """The computations that this instruction runs, by the attribute that names them."""
-        bare = _QUOTED.sub('""', self.attributes)
-        return {
-            key: tuple(name.strip().lstrip("%") for name in names.strip("{}").split(","))
-            for key, names in _CALLED.findall(bare)
-        }
-
-    @property
-    def op_name(self) -> str:
-        """The path of the operation in the traced program; empty where unknown."""
-        found = _OP_NAME.search(self.attributes)
-        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+    called: dict[str, tuple[str, ...]]
 
     @property
     def kind(self) -> str | None:
@@ -126,29 +97,33 @@ class Instruction:
         kind = self.opcode.removesuffix("-start")
         return kind if kind in KINDS else None
 
+    @property
+    def op_name(self) -> str:
+        """The path of the operation in the traced program; empty where unknown."""
+        found = _OP_NAME.search(self.attributes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
     def attribute(self, name: str) -> str:
-        """The text of one attribute, up to the comma that ends it; empty where it is absent."""
-        found = re.search(rf"\b{name}=", self.attributes)
-        return _until_comma(self.attributes[found.end() :]) if found else ""
+        """The text of one attribute, up to its comma; empty where it is absent."""
+        return _attribute(self.attributes, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A named list of instructions.
-
-    Attributes:
-      name: without the percent sign.
-      instructions: by name, in order.
-      root: the result.
-    """
+    """A named list of instructions, by name and in order, the root of which is the result."""
 
     name: str
     instructions: dict[str, Instruction]
     root: Instruction
 
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Its parameters by number."""
+        return {int(i.inside): i for i in self.instructions.values() if i.opcode == "parameter"}
+
     def type_of(self, name: str) -> tuple[Array, ...]:
         """The arrays of an instruction's result."""
-        return arrays(self.instructions[name].type) if name in self.instructions else ()
+        return self.instructions[name].arrays if name in self.instructions else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,38 +131,18 @@ class Program:
     """A compiled program.
 
     Attributes:
-      header: the line of the module.
+      name: the module's, such as `jit_step`.
+      num_devices: replicas times partitions.
+      aliased: the numbers of the entry's parameters whose buffers outputs reuse.
       computations: by name.
       entry: where it starts.
     """
 
-    header: str
+    name: str
+    num_devices: int
+    aliased: frozenset[int]
     computations: dict[str, Computation]
     entry: Computation
-
-    @property
-    def name(self) -> str:
-        """The module's name, such as `jit_step`."""
-        found = re.match(r"HloModule ([^\s,]+)", self.header)
-        return found[1] if found else ""
-
-    @property
-    def num_devices(self) -> int:
-        """Replicas times partitions."""
-        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", self.header)
-        return math.prod(map(int, counts))
-
-    @functools.cached_property
-    def parameters(self) -> dict[int, Instruction]:
-        """The entry's parameters by number."""
-        found = (i for i in self.entry.instructions.values() if i.opcode == "parameter")
-        return {int(i.inside): i for i in found}
-
-    def aliased(self) -> frozenset[int]:
-        """The numbers of the entry's parameters whose buffers outputs reuse."""
-        found = re.search(r"\binput_output_alias=", self.header)
-        text = _until_comma(self.header[found.end() :]) if found else ""
-        return frozenset(int(n) for n in re.findall(r"\((\d+), \{", text))
 
 
 def parse(text: str) -> Program:
@@ -197,69 +152,62 @@ def parse(text: str) -> Program:
       ValueError: the text has no entry computation.
     """
     header, computations, entry = "", {}, ""
-    current: str | None = None
+    current, root = "", ""
     body: dict[str, Instruction] = {}
     for line in text.splitlines():
         if line.startswith("HloModule"):
             header = line
-        elif line.startswith("}") and current is not None:
-            root = next((i for i in body.values() if i.is_root), None)
-            if root is not None:
-                computations[current] = Computation(current, body, root)
-            current = None
-        elif current is not None:
-            instruction = _instruction(line)
-            if instruction is not None:
-                body[instruction.name] = instruction
+        elif line.startswith("}") and current:
+            if root:
+                computations[current] = Computation(current, body, body[root])
+            current = ""
+        elif current and (found := _NAMED.match(line)):
+            body[found[2]] = _instruction(found[2], line[found.end() :])
+            root = found[2] if found[1] else root
         elif not line.startswith(" ") and (found := _HEADER.match(line)):
-            current, body = found[2], {}
+            current, root, body = found[2], "", {}
             entry = found[2] if found[1] else entry
     if entry not in computations:
         raise ValueError(
             "audit: the compiled program's text has no entry computation, got "
             f"{text[:60]!r}. Pass a function, or what `jax.jit(fn).lower(...)` returns."
         )
-    return Program(header, computations, computations[entry])
-
-
-def _instruction(line: str) -> Instruction | None:
-    found = _NAMED.match(line)
-    if found is None:
-        return None
-    rest = re.sub(r"/\*.*?\*/", "", line[found.end() :])
-    end = _closing(rest) if rest.startswith("(") else rest.find(" ")
-    opcode = _OPCODE.match(rest, end)
-    if end < 0 or opcode is None:
-        return None
-    close = opcode.end() - 1 + _closing(rest[opcode.end() - 1 :])
-    inside = rest[opcode.end() : close - 1]
-    operands = tuple(_OPERAND.findall(_QUOTED.sub('""', inside)))
-    return Instruction(
-        found[2], rest[:end], opcode[1], operands, inside, rest[close:], found[1] is not None
+    name = re.match(r"HloModule ([^\s,]+)", header)
+    counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header)
+    aliased = re.findall(r"\((\d+), \{", _attribute(header, "input_output_alias"))
+    return Program(
+        name[1] if name else "",
+        math.prod(map(int, counts)),
+        frozenset(map(int, aliased)),
+        computations,
+        computations[entry],
     )
 
 
-def _closing(text: str) -> int:
-    """The position after the bracket that closes the one `text` starts with."""
+def _instruction(name: str, text: str) -> Instruction:
+    text = re.sub(r"/\*.*?\*/", "", text)
+    end = _until(text, " ")
+    opcode, _, given = text[end + 1 :].partition("(")
+    close = _until(given, ")")
+    inside, attributes = given[:close], given[close + 1 :]
+    operands = tuple(_NAME.findall(_QUOTED.sub("", inside)))
+    called = _CALLED.findall(_QUOTED.sub("", attributes))
+    inner = {key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in called}
+    return Instruction(name, arrays(text[:end]), opcode, operands, inside, attributes, inner)
+
+
+def _attribute(text: str, name: str) -> str:
+    """What follows `name=` up to the comma that ends it; empty where it is absent."""
+    found = re.search(rf"\b{name}=", text)
+    rest = text[found.end() :] if found else ""
+    return rest[: _until(rest, ",")]
+
+
+def _until(text: str, stop: str) -> int:
+    """The position of the first `stop` that no bracket and no quote holds, or the end."""
     depth = 0
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]', text):
-        if found[0] in "([{":
-            depth += 1
-        elif found[0] in ")]}":
-            depth -= 1
-            if not depth:
-                return found.end()
+    for found in _TOKEN.finditer(text):
+        if not depth and found[0] == stop:
+            return found.start()
+        depth += (found[0] in "([{") - (found[0] in ")]}")
     return len(text)
-
-
-def _until_comma(text: str) -> str:
-    """`text` up to the first comma that no bracket and no quote holds."""
-    depth = 0
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]', text):
-        if found[0] in "([{":
-            depth += 1
-        elif found[0] in ")]}":
-            depth -= 1
-        elif found[0] == "," and depth <= 0:
-            return text[: found.start()]
-    return text

@@ -2,15 +2,16 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxaccum.auditing import flow, frames, groups, hlo
+from jaxaccum.auditing import frames, groups, hlo
 from jaxaccum.auditing.arguments import Leaf, leaves_of, mesh_of, roles_of
-from jaxaccum.auditing.findings import Collective, DonatedBuffer, LoopSum, Memory
-from jaxaccum.auditing.report import Audit
+from jaxaccum.auditing.findings import Collective, DonatedBuffer, LoopSum, memory_of
+from jaxaccum.auditing.flow import Flow, Node
+from jaxaccum.auditing.report import REDUCTIONS, Audit
 from jaxaccum.core import checks
 from jaxaccum.folds import devices
 
@@ -28,15 +29,14 @@ def audit(
     It reads the compiler's own output, so that it sees the reductions that XLA inserts, moves or
     merges, which the traced program does not show.
 
-    A collective is *gradient-sized* if it runs over axes that count and one of its floating-point
-    arrays has as many elements as a parameter of two elements or more (the whole of it, or the
-    part that a device holds), or half as many as the smallest matrix among the parameters (the
-    smallest vector, if there is none) or more. Scalars and moved rows never are. Synchronised
-    batch statistics have the size of a parameter and are marked; raise `min_bytes` above them.
+    A collective *reduces gradients* if it runs over axes that count and what it makes goes, number
+    by number, into a sum that a loop carries or into a result that is flat or shaped like a
+    parameter: whole, by layers, in buckets, as integers, or through an optimizer. Activations,
+    which products mix, statistics, which are repeated over rows, and single numbers never do.
+    How much is told in gradients, a number counted as four bytes at least.
 
     The axes that count are those over which the batch is sharded: the arguments other than the
-    parameters and whatever has a parameter's shape. If it isn't sharded, all axes count. So an
-    activation that is reduced over a tensor-parallel axis is reported, but not marked.
+    parameters and whatever has a parameter's shape. If it isn't sharded, all axes count.
 
     Args:
       fn: a jitted function, any other function (which is then jitted), or the
@@ -46,15 +46,15 @@ def audit(
       gradient_like: a tree of arrays or structs like the gradient. Default: the first positional
         argument, or else the keyword argument `params`; of it only what it holds under `params`,
         where it does.
-      min_bytes: the payload from which on a collective is gradient-sized, in place of the rule.
+      min_bytes: takes every collective over the axes that count with this payload or more for a
+        reduction of gradients, in place of the rule, and allows none in a loop.
       **kwargs: its keyword arguments.
 
     Returns:
-      An `Audit`: `collectives`, `in_loops`, `outside`, `loop_bytes`, `outside_bytes`,
-      `reduced_gradients`, `moved_rows`, `loop_sums`, `donated`, `memory`, `warnings`,
-      `as_dict()`, and `assert_deferred()` for a test. Bytes are those of one call on one device.
-      Rows are found to move where a collective is given an argument of the batch that was at most
-      sliced, cast or rearranged on the way.
+      An `Audit`: `collectives`, `in_loops`, `outside`, their bytes and gradients, `moved_rows`,
+      `loop_sums`, `donated`, `memory`, `warnings`, `as_dict()`, and `assert_deferred()` for a test.
+      Bytes are those of one call on one device. Rows move where a collective is given an argument
+      of the batch that was at most sliced, cast or rearranged.
 
     Raises:
       TypeError: `fn` cannot be called, or is compiled already and comes with arguments.
@@ -80,70 +80,150 @@ def audit(
                 f"not have, got {mesh}. Give the arguments a sharding on the mesh."
             )
     leaves = leaves_of(compiled, program, mesh)
-    gradient, batch = roles_of(leaves, gradient_like, mesh)
+    gradient, batch = roles_of(leaves, gradient_like)
     if names is None:
         sharded = {axis for leaf in batch for entry in leaf.spec for axis in entry}
         names = tuple(axis for axis in mesh or () if axis in sharded) or None
-    sizes = _Sizes(gradient, mesh or {}, names, minimum)
-    sizes.add_shards(math.prod((mesh or {})[name] for name in names or ()))
+    reader = _Reader(program, mesh, names, gradient, minimum)
     return Audit(
         name=program.name,
         num_devices=program.num_devices,
         mesh=mesh,
         axis_name=names,
-        gradient_bytes=sizes.bytes,
-        collectives=tuple(_collectives(program, mesh, names, leaves, batch, sizes)),
-        loop_sums=tuple(_loop_sums(program, sizes)),
+        parts_axes=tuple(sorted({a for leaf in gradient for entry in leaf.spec for a in entry})),
+        gradient_bytes=reader.bytes,
+        min_bytes=minimum,
+        collectives=tuple(reader.collectives(leaves, batch)),
+        loop_sums=tuple(reader.loop_sums(batch)),
         donated=tuple(_donated(program, leaves, mesh or {})),
-        memory=_memory(compiled),
+        memory=memory_of(compiled),
     )
 
 
-class _Sizes:
-    """How large the gradient and its parts are on one device."""
+class _Reader:
+    """Reads a compiled program, knowing the shapes of the gradient on one device."""
 
     def __init__(
         self,
-        gradient: list[Leaf],
-        mesh: Mapping[str, int],
+        program: hlo.Program,
+        mesh: dict[str, int] | None,
         axes: Sequence[str] | None,
+        gradient: list[Leaf],
         minimum: int | None,
     ):
-        self.minimum = minimum
-        self.shapes: dict[tuple[int, ...], str] = {}
-        self.numbers: set[int] = set()
+        self.program, self.flow = program, Flow(program)
+        self.mesh, self.axes, self.minimum = mesh or {}, axes, minimum
         self.bytes = 0
-        smallest: dict[bool, int] = {}
+        self.labels: dict[tuple[int, ...], str] = {}  # of every shape that a sum may have
+        number = math.prod(self.mesh[name] for name in axes or ())
         for leaf in gradient:
             # A collective over the axes that count works on arrays that are whole over them.
-            whole = leaf.local_shape(mesh, tuple(mesh) if axes is None else axes)
-            held = leaf.local_shape(mesh)
+            whole = leaf.local_shape(self.mesh, tuple(self.mesh) if axes is None else axes)
             self.bytes += math.prod(whole) * max(4, leaf.dtype.itemsize)
-            for shape in (whole, held):
-                if math.prod(shape) > 1:
-                    self.shapes.setdefault(tuple(sorted(shape)), leaf.label)
-                    self.numbers.add(math.prod(shape))
-            if math.prod(whole) > 1:
-                matrix = sum(dim > 1 for dim in whole) > 1
-                smallest[matrix] = min(smallest.get(matrix, math.prod(whole)), math.prod(whole))
-        self.smallest = smallest.get(True, smallest.get(False))
+            cut = [i for i, dim in enumerate(whole) if dim % number == 0]
+            parts = [(*whole[:i], whole[i] // number, *whole[i + 1 :]) for i in cut]
+            for shape in (whole, leaf.local_shape(self.mesh), *parts):
+                self.labels.setdefault(_key(shape), leaf.label)
+        self.labels.pop((), None)
 
-    def add_shards(self, number: int) -> None:
-        """Adds the shapes of sums that are scattered over `number` devices."""
-        for shape, label in list(self.shapes.items()):
-            for i, dim in enumerate(shape):
-                if number > 1 and dim % number == 0:
-                    part = (*shape[:i], dim // number, *shape[i + 1 :])
-                    self.shapes.setdefault(tuple(sorted(part)), label)
+    def collectives(self, leaves: list[Leaf], batch: list[Leaf]) -> Iterator[Collective]:
+        """Every operation in which devices exchange data."""
+        arguments = {leaf.number: leaf for leaf in leaves}
+        reduced: set[Node] = set()  # where reductions of gradients lead
+        found = [(frame, op) for frame, op in frames.walk(self.program) if op.kind is not None]
+        # Gathers may only hand on what a reduction made, so reductions come first.
+        for frame, op in sorted(found, key=lambda pair: pair[1].kind not in REDUCTIONS):
+            members = groups.groups_of(op, self.program.num_devices)
+            axes = groups.axes_of(members, self.mesh)
+            size = None if members is None else max(map(len, members), default=1)
+            overlap = self.axes is None or axes is None or not set(axes).isdisjoint(self.axes)
+            counts = overlap and size != 1
+            given = [a for name in op.operands for a in frame.computation.type_of(name)]
+            arrays = given
+            if op.kind == "all-gather":  # a started one returns what it was given, too
+                arrays = list(op.arrays[len(given) : 2 * len(given)] or op.arrays)
+            nodes = [Node(frame.computation.name, name) for name in op.operands]
+            numbers = {n for node in nodes for n in self.flow.sources(node, moved=True)}
+            moved = [arguments[n] for n in sorted(numbers) if n in arguments and size != 1]
+            gradients = 0.0
+            if counts and self.bytes and self.minimum is not None:
+                large = sum(a.bytes for a in arrays) >= self.minimum
+                gradients = large * sum(map(_weight, arrays)) / self.bytes
+            elif counts and self.bytes and (op.kind in REDUCTIONS or not moved):
+                weights = self._gradients(frame, op, given, size or 0, reduced)
+                gradients = sum(weights) / self.bytes
+            yield Collective(
+                kind=op.kind or "",
+                arrays=tuple(map(str, arrays)),
+                bytes=sum(a.bytes for a in arrays) * (size != 1),
+                axes=axes,
+                loops=frame.loops,
+                in_branch=frame.in_branch,
+                branch_in_loop=frame.branch_in_loop,
+                counts=counts,
+                gradients=gradients,
+                moves=tuple(leaf.label for leaf in moved),
+                moves_rows=not gradients and any(leaf in batch for leaf in moved),
+                op_name=op.op_name or frame.op_name,
+            )
 
-    def like_gradient(self, arrays: Sequence[hlo.Array]) -> bool:
-        """Whether a payload is large enough for a gradient."""
-        if self.minimum is not None:
-            return sum(a.bytes for a in arrays) >= self.minimum
-        sizes = [a.size for a in arrays if a.inexact and a.size > 1]
-        if self.smallest is None:
-            return False
-        return any(s in self.numbers or 2 * s >= self.smallest for s in sizes)
+    def _gradients(
+        self,
+        frame: frames.Frame,
+        op: hlo.Instruction,
+        given: list[hlo.Array],
+        size: int,
+        reduced: set[Node],
+    ) -> Iterator[int]:
+        """The bytes of a gradient that a collective reduces, array by array."""
+        reduces = op.kind in REDUCTIONS
+        for number, array in enumerate(given):
+            made = range(number, len(op.arrays), len(given))
+            nodes = [Node(frame.computation.name, op.name, k) for k in made]
+            if not reduces and (not frame.loops or reduced.intersection(nodes)):
+                continue
+            # Gathered numbers are reduced by a sum over the devices that gave them.
+            fold = 0 if reduces else size
+            paths = (self.flow.reach(node, fold=fold, trips=frame.loops)[0] for node in nodes)
+            reached = set().union(*paths)
+            if any(self._is_gradient(node, outputs=reduces) for node in reached):
+                body = frame.body if reduces else ""
+                if body and any(self.flow.reach(node, inside=body)[2] for node in nodes):
+                    continue  # a statistic, which the same iteration repeats over its rows
+                reduced |= reached if reduces else set()
+                yield _weight(self.flow.unpacked(nodes[0]) if op.kind == "all-reduce" else array)
+
+    def _is_gradient(self, node: Node, *, outputs: bool) -> bool:
+        """Whether an array is a sum that a loop carries, or a result like a parameter or flat."""
+        if self.flow.ends(node):
+            return self.flow.is_sum(node.home, node.number)
+        entry, shape = self.program.entry, _key(self.flow.array(node).shape)
+        is_output = outputs and node[:2] == (entry.name, entry.root.name)
+        return is_output and (len(shape) < 2 or shape in self.labels)
+
+    def loop_sums(self, batch: list[Leaf]) -> Iterator[LoopSum]:
+        """What loops add up in the shape of a parameter."""
+        rows = {leaf.number for leaf in batch}
+        for frame, op in frames.walk(self.program):
+            for body in op.called["body"] if op.opcode == "while" else ():
+                labels = [self.labels.get(_key(a.shape)) if a.inexact else None for a in op.arrays]
+                sums = [i for i, x in enumerate(labels) if x and self.flow.is_sum(body, i)]
+                read = self.flow.slices(body) if sums else ()
+                origins = [self.flow.sources(node, moved=False) for node in read]
+                cuts = any(numbers and numbers <= rows for numbers in origins)
+                trips = frames.trip_count(self.program, frame, op)
+                for i in sums:
+                    name, shape = op.arrays[i].dtype_name, op.arrays[i].shape
+                    yield LoopSum(name, shape, labels[i] or "", trips, cuts, op.op_name)
+
+
+def _weight(array: hlo.Array) -> int:
+    return max(4 * array.size, array.bytes)
+
+
+def _key(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape whatever the order of its axes."""
+    return tuple(sorted(dim for dim in shape if dim > 1))
 
 
 def _compiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,97 +248,13 @@ def _compiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn.compile()
 
 
-def _collectives(
-    program: hlo.Program,
-    mesh: dict[str, int] | None,
-    counted: Sequence[str] | None,
-    leaves: list[Leaf],
-    batch: list[Leaf],
-    sizes: _Sizes,
-) -> list[Collective]:
-    arguments = {leaf.number: leaf for leaf in leaves if leaf.number is not None}
-    found = []
-    for frame, op in frames.walk(program):
-        if op.kind is None:
-            continue
-        members = groups.groups_of(op, program.num_devices)
-        axes = groups.axes_of(members, mesh)
-        alone = members is not None and all(len(set(group)) < 2 for group in members)
-        overlap = counted is None or axes is None or bool(set(axes) & set(counted))
-        counts = overlap and not alone
-        arrays = frames.payload(frame, op)
-        origins = {n for name in op.operands for n in flow.sources(program, frame, name) or ()}
-        moved = [arguments[n] for n in sorted(origins) if n in arguments and not alone]
-        rows = any(leaf in batch for leaf in moved)
-        found.append(
-            Collective(
-                kind=op.kind,
-                arrays=tuple(map(str, arrays)),
-                bytes=0 if alone else sum(a.bytes for a in arrays),
-                axes=axes,
-                group_size=max(map(len, members), default=1) if members is not None else None,
-                replica_groups=groups.text_of(op),
-                loops=frame.loops,
-                in_branch=frame.in_branch,
-                branch_in_loop=frame.branch_in_loop,
-                gradient_sized=counts and not rows and sizes.like_gradient(arrays),
-                counts=counts,
-                moves=tuple(leaf.label for leaf in moved),
-                moves_rows=rows,
-                op_name=op.op_name or frame.op_name,
-            )
-        )
-    return found
-
-
-def _loop_sums(program: hlo.Program, sizes: _Sizes) -> list[LoopSum]:
-    found = []
-    for frame, op in frames.walk(program):
-        if op.opcode != "while":
-            continue
-        for carry in flow.carries(program, frame, op):
-            like = sizes.shapes.get(tuple(sorted(carry.array.shape)))
-            if like is not None and carry.array.inexact:
-                found.append(
-                    LoopSum(
-                        carry.array.dtype_name,
-                        carry.array.shape,
-                        like,
-                        carry.trip_count,
-                        carry.op_name,
-                    )
-                )
-    return found
-
-
 def _donated(
     program: hlo.Program, leaves: list[Leaf], mesh: Mapping[str, int]
-) -> list[DonatedBuffer]:
-    aliased = program.aliased()
-    found = []
+) -> Iterator[DonatedBuffer]:
     for leaf in leaves:
-        if not leaf.donated:
-            continue
-        if leaf.number is not None:
-            size = sum(a.bytes for a in hlo.arrays(program.parameters[leaf.number].type))
-        else:
+        if leaf.donated:
             size = math.prod(leaf.local_shape(mesh)) * leaf.dtype.itemsize
-        found.append(
-            DonatedBuffer(leaf.label, size, leaf.number in aliased, leaf.number is not None)
-        )
-    return found
-
-
-def _memory(compiled: Any) -> Memory | None:
-    try:
-        stats = compiled.memory_analysis()
-    except NotImplementedError:
-        stats = None
-    if stats is None:
-        return None
-    return Memory(
-        int(stats.argument_size_in_bytes),
-        int(stats.output_size_in_bytes),
-        int(stats.alias_size_in_bytes),
-        int(stats.temp_size_in_bytes),
-    )
+            if leaf.number is not None:  # keys, for example, are arrays of integers there
+                size = sum(a.bytes for a in program.entry.parameters[leaf.number].arrays)
+            known = leaf.number in program.aliased, leaf.number is not None
+            yield DonatedBuffer(leaf.label, size, *known)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxaccum.auditing import Memory, frames, hlo
+from jaxaccum.auditing import Memory, findings, frames, hlo
 from jaxaccum.core import programs
 
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"})
@@ -55,19 +55,13 @@ def _size(variable: Any) -> int:
 
 def memory_of(compiled: Any) -> tuple[Memory, int]:
     """The memory of a compiled step, and the size of its own program."""
-    stats = compiled.memory_analysis()
-    if stats is None:
+    memory = findings.memory_of(compiled)
+    if memory is None:
         raise ValueError(
             "fit_microbatch: the backend tells nothing of a compiled step's memory. Compile for "
             "another platform."
         )
-    memory = Memory(
-        int(stats.argument_size_in_bytes),
-        int(stats.output_size_in_bytes),
-        int(stats.alias_size_in_bytes),
-        int(stats.temp_size_in_bytes),
-    )
-    return memory, int(stats.generated_code_size_in_bytes)
+    return memory, int(compiled.memory_analysis().generated_code_size_in_bytes)
 
 
 def accessed_bytes(compiled: Any, program: hlo.Program) -> int:
@@ -108,7 +102,7 @@ def _traffic(program: hlo.Program) -> Iterator[tuple[frames.Frame, int]]:
 
 
 def _moved(program: hlo.Program, computation: hlo.Computation, op: hlo.Instruction) -> int:
-    written = sum(a.bytes for a in hlo.arrays(op.type))
+    written = sum(a.bytes for a in op.arrays)
     reads = [sum(a.bytes for a in computation.type_of(name)) for name in op.operands]
     if op.opcode in _SLICES:
         return 2 * written
@@ -131,6 +125,6 @@ def _read(body: hlo.Computation, number: int, whole: int) -> int:
     )
     users = [i for i in inside if parameter in i.operands]
     if users and all(i.opcode in _SLICES and i.operands[0] == parameter for i in users):
-        return sum(a.bytes for i in users for a in hlo.arrays(i.type))
+        return sum(a.bytes for i in users for a in i.arrays)
     in_place = [i for i in users if i.opcode == "dynamic-update-slice"]
     return 0 if users and len(in_place) == len(users) and body.root in in_place else whole
