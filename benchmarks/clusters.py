@@ -179,6 +179,7 @@ def measure(fn: Any, given: Any, params: Any) -> dict[str, Any]:
         chosen = [c for c in collectives if (c.kind in REDUCTIONS) == reductions]
         return round(sum(c.total_bytes for c in chosen) / gradient, 4)
 
+    large = [c for c in found.outside if c.counts and 1000 * c.bytes >= gradient]
     memory = found.memory
     carried = sum(4 * math.prod(s.shape) for s in found.loop_sums if s.dtype == "float32")
     return {
@@ -186,8 +187,8 @@ def measure(fn: Any, given: Any, params: Any) -> dict[str, Any]:
         "moved in loops": share(found.in_loops, reductions=False),
         "reduced outside": share(found.outside, reductions=True),
         "moved outside": share(found.outside, reductions=False),
-        "kinds outside": ", ".join(sorted({c.kind for c in found.outside if c.gradient_sized})),
-        "in a branch": all(c.in_branch for c in found.outside if c.gradient_sized),
+        "kinds outside": ", ".join(sorted({c.kind for c in large})),
+        "in a branch": all(c.in_branch for c in large),
         "carried by loops": round(carried / gradient, 4),
         "temporary bytes": memory.temporaries if memory else None,
         "argument bytes": memory.arguments if memory else None,

@@ -112,7 +112,8 @@ def measure(side: Side, params: Any, batch: Any) -> dict[str, Any]:
         return round(sum(c.total_bytes for c in collectives if c.kind in kinds) / gradient, 3)
 
     def kinds(collectives: Any) -> str:
-        return ", ".join(sorted({c.kind for c in collectives if c.gradient_sized}))
+        large = {c.kind for c in collectives if c.counts and 1000 * c.bytes >= gradient}
+        return ", ".join(sorted(large))
 
     sums, gathers = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all")
     return {
