@@ -1,4 +1,4 @@
-"""Losses over the window's axis, `window_axis_name=`, against the full batch in one pass.
+"""Losses over the window's axis, `ja.window_axis`, against the full batch in one pass.
 
 Networks with batch normalisation in every layer, and an in-batch contrastive loss on a deep
 network: time, compiled temporary memory and matrix products of the stored and of the recomputing
@@ -100,11 +100,10 @@ def main() -> None:
     def compare(title: str, staged: Any, whole: Any, naive: Any, layers: int) -> None:
         params = init_params(args.seed, layers, args.width)
         options: dict[str, Any] = {"num_microbatches": args.num}
-        over = {**options, "window_axis_name": AXIS}
         fns = {
             "full batch": full_batch(whole),
-            "store": ja.value_and_grad(staged, **over),
-            "recompute": ja.value_and_grad(staged, window_axis_storage="recompute", **over),
+            "store": ja.window_axis.value_and_grad(staged, **options),
+            "recompute": ja.window_axis.value_and_grad(staged, storage="recompute", **options),
             "naive accumulation": ja.value_and_grad(naive, **options),
         }
         programs = {n: harness.compile_program(f, params, batch) for n, f in fns.items()}

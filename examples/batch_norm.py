@@ -4,7 +4,7 @@ A network with two unmodified Flax `BatchNorm` layers learns scikit-learn's digi
 into micro-batches. Four ways to normalise are compared with the full batch in one pass:
 
   full batch        one pass over the whole batch,
-  window axis       `window_axis_name`: the layers see the statistics of the whole window,
+  window axis       `ja.window_axis`: the layers see the statistics of the whole window,
   pooled            each micro-batch normalises by itself, running statistics of the whole window,
   sequential        each micro-batch normalises by itself, running statistics one after the other.
 
@@ -75,9 +75,7 @@ def gradients(state, batch):
     def full(params):
         return loss_fn({"params": params, "batch_stats": stats}, batch, Net())[0].value
 
-    window = ja.value_and_grad(
-        by_window, num_microbatches=MICRO_BATCHES, window_axis_name=AXIS, has_aux=True
-    )
+    window = ja.window_axis.value_and_grad(by_window, num_microbatches=MICRO_BATCHES, has_aux=True)
     single = ja.value_and_grad(by_micro_batch, num_microbatches=MICRO_BATCHES, model_state="pooled")
     return {
         "full batch": jax.jit(jax.grad(full))(params),
@@ -101,9 +99,7 @@ def train_steps():
             variables = {"params": params, **state.collections}
             return whole_window(variables, batch, Net(AXIS))
 
-        f = ja.value_and_grad(
-            by_window, num_microbatches=MICRO_BATCHES, window_axis_name=AXIS, has_aux=True
-        )
+        f = ja.window_axis.value_and_grad(by_window, num_microbatches=MICRO_BATCHES, has_aux=True)
         (_, stats), grads = f(state.params, batch)
         return state.apply_gradients(grads=grads, collections={"batch_stats": stats})
 

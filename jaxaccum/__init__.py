@@ -7,6 +7,7 @@ from jaxaccum import per_example as per_example
 from jaxaccum import reporting as reporting
 from jaxaccum import rollouts as rollouts
 from jaxaccum import schedules as schedules
+from jaxaccum import window_axis as window_axis
 from jaxaccum.auditing import audit as audit
 from jaxaccum.batches import PackedBatch as PackedBatch
 from jaxaccum.batches import example_keys as example_keys

@@ -21,6 +21,7 @@ from jaxaccum.folds.inner import in_one_precision
 from jaxaccum.folds.model_state import check_given
 from jaxaccum.folds.stream_state import find_states
 from jaxaccum.folds.window import accumulate
+from jaxaccum.folds.window_fn import WindowFn
 from jaxaccum.numerics import accumulators, loss_scaling, weights
 
 
@@ -129,7 +130,8 @@ def train_step(
     (FP8 scaling state), which replace the parameters.
 
     Args:
-      loss_fn: as in `ja.accumulate`.
+      loss_fn: as in `ja.accumulate`; or, in place of a loss and its options, what `ja.accumulate`
+        or `ja.window_axis.accumulate` returned.
       optimizer: an Optax transformation. It is offered the extra arguments `value` (the window's
         loss) and `grad`.
       donate: whether the step takes over the buffers of `params` and `state`, which then must not
@@ -164,25 +166,12 @@ def train_step(
     """
     checks.transformation("train_step", "optimizer", optimizer)
     inner = in_one_precision(optimizer)
-    unknown = window_options.keys() - inspect.signature(accumulate).parameters.keys()
-    if unknown:
-        raise TypeError(
-            f"train_step: `{min(unknown)}` is no keyword of `ja.accumulate`, whose options a step "
-            "takes."
-        )
-    argnums = window_options.get("argnums", 0)
-    if argnums != 0:
-        raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
-    has_aux = window_options.get("has_aux", False)
-    cut = window_options.get("batch_argnums")
-    _check_whole(cut)
     loss_scale = loss_scaling.checked("train_step", loss_scale)
-    skips = faults.policy("train_step", window_options.get("skip_nonfinite", False))
-    if loss_scale is not None and skips is None:
-        skips = window_options["skip_nonfinite"] = faults.WINDOW
-    limit = faults.limit("train_step", max_bad_windows, skips)
-    accumulate_fn = accumulate(loss_fn, **window_options)
-    marks, policy = window_options.get("grad_reducers"), window_options.get("model_state")
+    window_fn = _window_fn(loss_fn, window_options, scales=loss_scale is not None)
+    options = window_fn.options
+    marks, policy = options.grad_reducers, options.model_state
+    _check_whole(options.batch_argnums)
+    limit = faults.limit("train_step", max_bad_windows, options.skip_nonfinite)
 
     def init_fn(params: Any, model_state: Any = None) -> StepState:
         check_given("train_step", policy, model_state)
@@ -213,7 +202,7 @@ def train_step(
         denominators: Any = None,
         **inputs: Any,
     ) -> tuple[Any, StepState, StepInfo]:
-        every = positional("train_step", (params, batch, *args), inputs, cut)
+        every = positional("train_step", (params, batch, *args), inputs, options.batch_argnums)
         _check_state(state, inner, params, marks)
         if (state.loss_scale is None) != (loss_scale is None):
             raise ValueError(
@@ -221,14 +210,15 @@ def train_step(
                 "`loss_scale.init()`, or `None`, in its place with `state._replace`."
             )
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        window_sums = accumulate_fn(
-            *every,
-            key=key,
-            num_real=num_real,
-            denominators=denominators,
-            loss_scale=scale,
-            model_state=state.model_state,
-        )
+        named = {
+            "key": key,
+            "num_real": num_real,
+            "denominators": denominators,
+            "loss_scale": scale,
+            "model_state": state.model_state,
+        }
+        # The windows of some rooms take fewer.
+        window_sums = window_fn(*every, **{k: v for k, v in named.items() if v is not None})
         noise = None if window_sums.noise is None else noise_scale(window_sums)
         window = finalize(window_sums)
         trainable = _trainable(params, marks)
@@ -318,7 +308,7 @@ def train_step(
             updated=applying,
             optimizer_step=new_state.optimizer_step,
             weight_seen_carry=jax.tree.map(jnp.copy, new_state.weight_seen_carry),
-            aux=window.aux if has_aux else None,
+            aux=window.aux if options.has_aux else None,
             noise_scale=noise,
             num_dropped=new_state.num_dropped,
             num_bad_in_row=new_state.num_bad_in_row,
@@ -339,6 +329,31 @@ def _check_whole(batch_argnums: Any) -> None:
             "train_step: `batch_argnums` must not name argument 0, the parameters, got "
             f"{batch_argnums!r}. It counts the arguments of `loss_fn`: 1 is the batch."
         )
+
+
+def _window_fn(loss_fn: Any, window_options: dict[str, Any], *, scales: bool) -> WindowFn:
+    """The window of a step: made already, or from a loss function and its options."""
+    if isinstance(loss_fn, WindowFn):
+        window_fn, maker = loss_fn, f"ja.{loss_fn.options.function}"
+        if window_options:
+            raise TypeError(
+                f"train_step: `{min(window_options)}` is an option of the window, which was made "
+                f"already. Pass it to `{maker}`."
+            )
+    else:
+        unknown = window_options.keys() - inspect.signature(accumulate).parameters.keys()
+        if unknown:
+            raise TypeError(
+                f"train_step: `{min(unknown)}` is no keyword of `ja.accumulate`, whose options a "
+                "step takes."
+            )
+        window_fn = accumulate(loss_fn, **window_options)
+    argnums = window_fn.options.argnums
+    if argnums != 0:
+        raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
+    if scales and window_fn.options.skip_nonfinite is None:
+        return window_fn.having(skip_nonfinite=faults.WINDOW)
+    return window_fn
 
 
 def _check_state(state: Any, inner: Any, params: Any, marks: Any) -> None:

@@ -94,9 +94,9 @@ ROUTES = {
     "spmd, Explicit": functools.partial(by_spmd, kind=jax.sharding.AxisType.Explicit),
     "microbatch": by_microbatch,
     "microbatch, spmd": by_microbatch_spmd,
-    "window axis": lambda cut: ja.value_and_grad(
-        loss_fn, window_axis_name="window", **ASKED, num_microbatches=4
-    )(W, X, Y),
+    "window axis": lambda cut: ja.window_axis.value_and_grad(loss_fn, **ASKED, num_microbatches=4)(
+        W, X, Y
+    ),
 }
 
 

@@ -285,7 +285,7 @@ def test_an_unknown_primitive_between_collectives():
     def full(w, x):
         return jnp.mean((w * x - jnp.mean(w * x)) ** 2)
 
-    f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name="window")
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=4)
     x = jnp.arange(8.0)
     np.testing.assert_allclose(f(2.0, x), jax.value_and_grad(full)(2.0, x), rtol=1e-6)
 

@@ -15,7 +15,7 @@ import pytest
 import jaxaccum as ja
 
 ROOT = Path(__file__).parents[1]
-LARGEST_NAMESPACE = 49
+LARGEST_NAMESPACE = 50
 
 WINDOW = ["num_microbatches", "microbatch_size", "argnums", "batch_argnums", "has_aux"]
 FOLD = [*WINDOW, "axis_name", "spmd_axis_name", "reduction", "accumulator", "skip_nonfinite"]
@@ -119,6 +119,7 @@ SUBMODULES = {
         "f_score",
         "sequence_mean",
     ],
+    "window_axis": ["accumulate", "value_and_grad", "denominators"],
     "per_example": ["clip", "transform", "add_noise", "noise"],
 }
 # What each function that a factory returns must accept.

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxaccum as ja
+from jaxaccum.core import compat
 
 ROWS, TOKENS, FEATURES, HIDDEN, OUT = 48, 3, 16, 32, 8
 K = 3
@@ -264,8 +265,8 @@ def carried(jaxpr):
     found = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            first = eqn.params["num_consts"]
-            found |= {v.aval for v in eqn.invars[first : first + eqn.params["num_carry"]]}
+            consts, carry = compat.scan_sizes(eqn.params)
+            found |= {v.aval for v in eqn.invars[consts : consts + carry]}
         elif eqn.primitive.name == "while":
             found |= {v.aval for v in eqn.outvars}
         for inner in jex.jaxprs_in_params(eqn.params):

@@ -170,3 +170,32 @@ def test_keys_and_real_micro_batches_reach_the_window():
 def test_wrong_arguments_are_refused_at_once(call_fn, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call_fn()
+
+
+def test_a_window_that_was_made_already():
+    """It brings its options with it; others are asked for where it was made."""
+    params, batch = {"w": jnp.float32(1)}, jnp.array([1.0, 2.0, 3.0, jnp.nan])
+
+    def loss_fn(params, x):
+        return ja.mean(params["w"] * x), ja.Sum(x)
+
+    options = {"num_microbatches": 4, "has_aux": True, "skip_nonfinite": True}
+    made = ja.train_step(ja.accumulate(loss_fn, **options), optax.sgd(0.1), donate=False)
+    plain = ja.train_step(loss_fn, optax.sgd(0.1), donate=False, **options)
+    got, want = (step(params, init(params), batch) for init, step in (made, plain))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, got, want))
+    assert got[2].num_skipped == 1
+    window_fn = ja.accumulate(loss_fn, num_microbatches=2)
+    with pytest.raises(TypeError, match=r"`unroll` is an option of the window.*`ja.accumulate`"):
+        ja.train_step(window_fn, optax.sgd(0.1), unroll=2)
+    with pytest.raises(ValueError, match="`max_bad_windows` counts windows that are left out"):
+        ja.train_step(window_fn, optax.sgd(0.1), max_bad_windows=2)
+    scale = ja.loss_scaling.static(8.0)
+    with_scale = ja.train_step(
+        ja.accumulate(loss_fn, num_microbatches=4, has_aux=True),
+        optax.sgd(0.1),
+        loss_scale=scale,
+        donate=False,
+    )
+    _, state, _ = with_scale.step(params, with_scale.init(params), batch)
+    assert state.num_dropped == 1

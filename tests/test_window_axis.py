@@ -285,7 +285,7 @@ def test_is_what_vmap_computes(loss_fn, dtype):
     with jax.enable_x64(dtype == "float64"):
         params, batch = inputs(dtype)
         expected = over_vmap(loss_fn, 4)(params, batch)
-        f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name=W)
+        f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=4)
         assert_close(jax.jit(f)(params, batch), expected, dtype)
 
 
@@ -293,8 +293,8 @@ def test_is_what_vmap_computes(loss_fn, dtype):
 def test_recomputing_is_the_same(loss_fn, dtype):
     with jax.enable_x64(dtype == "float64"):
         params, batch = inputs(dtype)
-        options = {"num_microbatches": 3, "window_axis_name": W}
-        f = ja.value_and_grad(loss_fn, window_axis_storage="recompute", **options)
+        options = {"num_microbatches": 3}
+        f = ja.window_axis.value_and_grad(loss_fn, storage="recompute", **options)
         assert_close(jax.jit(f)(params, batch), over_vmap(loss_fn, 3)(params, batch), dtype)
 
 
@@ -328,7 +328,7 @@ FULL = [(loss_pmean, full_pmean), (loss_both_ways, full_contrast), (loss_dice, f
 @pytest.mark.parametrize("cut", [{"num_microbatches": 1}, {"microbatch_size": 4}], ids=str)
 def test_is_the_full_batch(loss_fn, full_fn, cut, x64):
     params, batch = inputs("float64")
-    got = jax.jit(ja.value_and_grad(loss_fn, window_axis_name=W, **cut))(params, batch)
+    got = jax.jit(ja.window_axis.value_and_grad(loss_fn, **cut))(params, batch)
     assert_close(got, jax.value_and_grad(full_fn)(params, batch), "float64")
 
 
@@ -378,7 +378,7 @@ def deep(*layers):
 def test_flax_batch_norm_is_the_full_batch(layers, x64):
     loss_fn, full_fn, params, stats = flax_losses(Net(layers, W))
     _, batch = inputs("float64")
-    f = ja.value_and_grad(loss_fn, num_microbatches=6, has_aux=True, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=6, has_aux=True)
     got = jax.jit(f)(params, batch, stats)
     expected = jax.jit(jax.value_and_grad(full_fn, has_aux=True))(params, batch, stats)
     assert_close(got, expected, "float64")  # running statistics included
@@ -387,7 +387,7 @@ def test_flax_batch_norm_is_the_full_batch(layers, x64):
 def test_flax_batch_norm_in_float32():
     loss_fn, full_fn, params, stats = flax_losses(Net(2, W))
     _, batch = inputs()
-    f = ja.value_and_grad(loss_fn, num_microbatches=3, has_aux=True, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=3, has_aux=True)
     got = jax.jit(f)(params, batch, stats)
     expected = jax.jit(jax.value_and_grad(full_fn, has_aux=True))(params, batch, stats)
     assert_close(got, expected, "float32")
@@ -419,7 +419,7 @@ class Deep(nn.Module):
 def test_flax_scan_over_remat_layers(x64):
     loss_fn, full_fn, params, stats = flax_losses(Deep(W))
     _, batch = inputs("float64")
-    f = ja.value_and_grad(loss_fn, num_microbatches=4, has_aux=True, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=4, has_aux=True)
     got = jax.jit(f)(params, batch, stats)
     expected = jax.jit(jax.value_and_grad(full_fn, has_aux=True))(params, batch, stats)
     assert_close(got, expected, "float64")
@@ -436,7 +436,7 @@ def test_statistics_pool_over_the_window():
         y, updates = norm.apply(variables_, batch, mutable=["batch_stats"])
         return ja.mean(y), ja.Last(updates["batch_stats"])
 
-    f = ja.value_and_grad(loss_fn, num_microbatches=3, has_aux=True, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=3, has_aux=True)
     (_, stats), _ = f(variables["params"], x)
     np.testing.assert_allclose(stats["mean"], [5.0], rtol=1e-6)
     np.testing.assert_allclose(stats["var"], [35 / 3], rtol=1e-6)
@@ -456,8 +456,8 @@ def loss_dropout(params, batch, *, key):
 def test_keys_are_those_of_each_micro_batch(storage, x64):
     params, batch = inputs("float64")
     key = jax.random.key(3)
-    options = {"window_axis_name": W, "window_axis_storage": storage}
-    f = ja.value_and_grad(loss_dropout, num_microbatches=4, **options)
+    options = {"storage": storage}
+    f = ja.window_axis.value_and_grad(loss_dropout, num_microbatches=4, **options)
     got = jax.jit(f)(params, batch, key=key)
     assert_close(got, over_vmap(loss_dropout, 4, key=key)(params, batch), "float64")
 
@@ -472,7 +472,7 @@ def test_outputs_are_combined_at_every_depth(x64):
         late = {"max": ja.Max(g.max()), "stack": g.sum(), "rows": ja.Concat(g), "one": 1.0}
         return ja.mean(g * batch["y"]), {"early": early, "late": late}
 
-    f = ja.value_and_grad(loss_fn, num_microbatches=4, has_aux=True, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=4, has_aux=True)
     (_, aux), _ = f(params, batch)
     h = batch["x"] @ params["first"]
     g = (h - h.mean(0)[None]) / np.sqrt(h.var(0) + 1e-3)[None]
@@ -487,8 +487,8 @@ def test_outputs_are_combined_at_every_depth(x64):
 def test_gradients_of_the_rows(x64):
     params, batch = inputs("float64")
     batch.pop("mask")
-    options = {"num_microbatches": 4, "argnums": (0, 1), "window_axis_name": W}
-    got = ja.value_and_grad(loss_both_ways, **options)(params, batch)
+    options = {"num_microbatches": 4, "argnums": (0, 1)}
+    got = ja.window_axis.value_and_grad(loss_both_ways, **options)(params, batch)
     expected = jax.value_and_grad(full_contrast, argnums=(0, 1))(params, batch)
     assert_close(got, expected, "float64")
 
@@ -503,11 +503,11 @@ def test_accumulators_carry_across_stages(name):
         return ja.mean(normalise(h @ params["first"]) * batch["y"])
 
     accumulator = getattr(ja.accumulators, name)()
-    options = {"num_microbatches": 4, "window_axis_name": W}
-    f = ja.value_and_grad(loss_fn, accumulator=accumulator, **options)
+    options = {"num_microbatches": 4}
+    f = ja.window_axis.value_and_grad(loss_fn, accumulator=accumulator, **options)
     named = {"key": jax.random.key(0)} if accumulator.needs_key else {}
     grads = jax.jit(f)(params, batch, **named)[1]["first"]
-    expected = ja.value_and_grad(loss_fn, **options)(params, batch)[1]["first"]
+    expected = ja.window_axis.value_and_grad(loss_fn, **options)(params, batch)[1]["first"]
     error = np.abs(grads - expected).max() / np.abs(expected).max()
     assert error <= (2e-6 if name == "compensated" else 2e-2)
     assert not grads[0, 0].weak_type
@@ -516,7 +516,7 @@ def test_accumulators_carry_across_stages(name):
 def test_loss_scale_and_bfloat16():
     params, batch = inputs()
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    f = ja.value_and_grad(loss_pmean, num_microbatches=4, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_pmean, num_microbatches=4)
     loss, grads = f(params, batch, loss_scale=jnp.float32(1024))
     assert_close((loss, grads), f(params, batch), "float32")
     loss_narrow, grads_narrow = f(narrow, batch)
@@ -526,11 +526,11 @@ def test_loss_scale_and_bfloat16():
 
 def test_windows_merge_and_denominators():
     params, batch = inputs()
-    options = {"num_microbatches": 2, "window_axis_name": W}
-    counts = ja.denominators(loss_terms, **options)(params, batch)
+    options = {"num_microbatches": 2}
+    counts = ja.window_axis.denominators(loss_terms, **options)(params, batch)
     assert counts["fit"] == FEATURES * batch["mask"].sum()
     assert counts["spread"] == 2 * max(batch["mask"][k::2].sum() for k in range(2))
-    f = ja.accumulate(loss_terms, **options)
+    f = ja.window_axis.accumulate(loss_terms, **options)
     one = f(params, batch, denominators=counts)
     two = f(params, batch, denominators=counts)
     both = ja.finalize(ja.merge(one, two))
@@ -539,9 +539,8 @@ def test_windows_merge_and_denominators():
 
 def test_train_step():
     params, batch = inputs()
-    init, step = ja.train_step(
-        loss_both_ways, optax.sgd(0.1), num_microbatches=4, window_axis_name=W, donate=False
-    )
+    window_fn = ja.window_axis.accumulate(loss_both_ways, num_microbatches=4)
+    init, step = ja.train_step(window_fn, optax.sgd(0.1), donate=False)
     new, _, info = step(params, init(params), batch)
     loss, grads = jax.value_and_grad(full_contrast)(params, batch)
     assert_close(info.loss, loss, "float32")
@@ -551,8 +550,8 @@ def test_train_step():
 def test_a_window_that_is_not_finite_is_left_out():
     params, batch = inputs()
     batch["y"] = batch["y"].at[3].set(jnp.nan)
-    options = {"num_microbatches": 4, "window_axis_name": W}
-    sums = ja.accumulate(loss_pmean, skip_nonfinite="window", **options)(params, batch)
+    options = {"num_microbatches": 4}
+    sums = ja.window_axis.accumulate(loss_pmean, skip_nonfinite="window", **options)(params, batch)
     assert sums.weight == 0
     assert not any(np.any(g) for g in jax.tree.leaves(sums.grads))
 
@@ -568,9 +567,7 @@ def test_prints_once_for_each_micro_batch():
         return ja.mean(h * batch["y"])
 
     params, batch = inputs()
-    jax.block_until_ready(
-        ja.value_and_grad(loss_fn, num_microbatches=3, window_axis_name=W)(params, batch)
-    )
+    jax.block_until_ready(ja.window_axis.value_and_grad(loss_fn, num_microbatches=3)(params, batch))
     jax.effects_barrier()
     assert sorted(seen) == [(n, i) for n in ("first", "second") for i in range(3)]
 
@@ -603,7 +600,7 @@ def full_on_devices(params, batch):
 
 def test_devices_in_a_shard_map(x64):
     params, batch = inputs("float64", rows=32)
-    f = ja.value_and_grad(loss_on_devices, num_microbatches=2, axis_name="data", window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_on_devices, num_microbatches=2, axis_name="data")
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
     got = jax.jit(jax.shard_map(f, mesh=mesh(), **specs))(params, batch)
     assert_close(got, jax.value_and_grad(full_on_devices)(params, batch), "float64")
@@ -614,8 +611,8 @@ def test_devices_under_plain_jit(reduction, x64):
     params, batch = inputs("float64", rows=32)
     params["first"] = jnp.tile(params["first"], (1, 4))[:, :16]
     options = {"reduction": reduction, "grad_specs": {"first": P(None, "data"), "second": P()}}
-    f = ja.value_and_grad(
-        loss_on_devices, num_microbatches=2, spmd_axis_name="data", window_axis_name=W, **options
+    f = ja.window_axis.value_and_grad(
+        loss_on_devices, num_microbatches=2, spmd_axis_name="data", **options
     )
     with jax.set_mesh(mesh()):
         got = jax.jit(f)(params, batch)
@@ -626,8 +623,8 @@ def test_devices_under_plain_jit(reduction, x64):
 def test_flax_batch_norm_over_devices(x64):
     loss_fn, full_fn, params, stats = flax_losses(Net(2, (W, "data")))
     _, batch = inputs("float64", rows=32)
-    options = {"has_aux": True, "spmd_axis_name": "data", "window_axis_name": W}
-    f = ja.value_and_grad(loss_fn, num_microbatches=2, **options)
+    options = {"has_aux": True, "spmd_axis_name": "data"}
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=2, **options)
     with jax.set_mesh(mesh()):
         got = jax.jit(f)(params, batch, stats)
     expected = jax.value_and_grad(full_fn, has_aux=True)(params, batch, stats)
@@ -636,7 +633,7 @@ def test_flax_batch_norm_over_devices(x64):
 
 def test_the_gradient_is_reduced_once():
     params, batch = inputs(rows=32)
-    f = ja.value_and_grad(loss_pmean, num_microbatches=2, spmd_axis_name="data", window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_pmean, num_microbatches=2, spmd_axis_name="data")
     with jax.set_mesh(mesh()):
         ja.audit(f, params, batch).assert_deferred()
 
@@ -676,7 +673,7 @@ def test_two_forwards_and_one_backward(layers):
         return ja.mean(x * batch["y"])
 
     params, batch = inputs()
-    f = ja.value_and_grad(loss_fn, num_microbatches=num, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=num)
     program = jax.make_jaxpr(f)(params, batch).jaxpr
     assert executions(program, "erf_inv") == 2 * num * layers
     # Backward there are two for each layer, but one for the first.
@@ -690,7 +687,7 @@ def test_stored_products_are_not_computed_again():
             x = jax.nn.relu(normalise(x @ params["first"]))
         return ja.mean(x * batch["y"])
 
-    f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=4)
     assert products(f, *inputs()) == 4 + 2 * 4 - 1
 
 
@@ -718,7 +715,7 @@ def test_memory():
         z = features(params, x)
         return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
 
-    f = ja.value_and_grad(loss_fn, num_microbatches=16, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=16)
     small, large = (temporary(g, params, batch) for g in (f, jax.value_and_grad(full_fn)))
     assert small < 0.4 * large
 
@@ -728,8 +725,8 @@ def test_memory_of_batch_norm():
     _, batch = inputs(rows=2048)
 
     def of(storage):
-        options = {"window_axis_name": W, "window_axis_storage": storage}
-        return ja.value_and_grad(loss_fn, num_microbatches=16, has_aux=True, **options)
+        options = {"storage": storage}
+        return ja.window_axis.value_and_grad(loss_fn, num_microbatches=16, has_aux=True, **options)
 
     full = temporary(jax.value_and_grad(full_fn, has_aux=True), params, batch, stats)
     assert temporary(of("store"), params, batch, stats) < 0.75 * full
@@ -773,7 +770,7 @@ def moving_weight(params, batch):
     ],
 )
 def test_losses_that_are_refused(loss_fn, message):
-    f = ja.value_and_grad(loss_fn, num_microbatches=4, window_axis_name=W)
+    f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=4)
     with pytest.raises(ValueError, match=message):
         f(*inputs())
 
@@ -782,30 +779,36 @@ def test_losses_that_are_refused(loss_fn, message):
     ("options", "message"),
     [
         ({"window_axis_name": 3}, "name of an axis"),
-        ({"window_axis_storage": "disk"}, "store.*recompute"),
-        ({"skip_nonfinite": True}, "skip_nonfinite"),
-        ({"grad_reducers": ja.Max}, "grad_reducers"),
-        ({"noise_scale": True}, "noise_scale"),
-        ({"model_state": "pooled"}, "return them in aux, as `ja.Last`"),
+        ({"storage": "disk"}, "store.*recompute"),
+        ({"skip_nonfinite": True}, 'reaches all others.*skip_nonfinite="window"'),
         ({"axis_name": W}, "both name the axis"),
+        ({"spmd_axis_name": W}, "both name the axis"),
     ],
 )
 def test_options_that_are_refused(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        ja.accumulate(loss_psum, num_microbatches=2, **{"window_axis_name": W, **options})
+        ja.window_axis.accumulate(loss_psum, num_microbatches=2, **options)
+
+
+def test_what_has_no_meaning_here_is_no_option():
+    """Options that only a plain window has, and those that it lacks, are not there to give."""
+    for name in ("grad_reducers", "noise_scale", "model_state"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            ja.window_axis.accumulate(loss_psum, num_microbatches=2, **{name: None})
+    for name in ("window_axis_name", "storage"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            ja.accumulate(loss_psum, num_microbatches=2, **{name: None})
 
 
 def test_calls_that_are_refused():
     params, batch = inputs()
-    f = ja.value_and_grad(loss_psum, num_microbatches=4, window_axis_name=W)
-    with pytest.raises(ValueError, match="`num_real` does not go"):
-        f(params, batch, num_real=2)
+    f = ja.window_axis.value_and_grad(loss_psum, num_microbatches=4)
     with pytest.raises(ValueError, match="same number of rows, got 4 of 5 rows and 1 of 4"):
-        ja.value_and_grad(loss_psum, num_microbatches=5, window_axis_name=W)(params, batch)
+        ja.window_axis.value_and_grad(loss_psum, num_microbatches=5)(params, batch)
     with pytest.raises(ValueError, match="already an axis around"):
         jax.vmap(lambda _: f(params, batch), axis_name=W)(jnp.ones(2))
     g = jax.shard_map(
-        ja.value_and_grad(loss_psum, num_microbatches=1, axis_name="data", window_axis_name=W),
+        ja.window_axis.value_and_grad(loss_psum, num_microbatches=1, axis_name="data"),
         mesh=mesh(),
         in_specs=(P(), P("data")),
         out_specs=P(),

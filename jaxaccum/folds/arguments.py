@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks
+from jaxaccum.folds import faults
 from jaxaccum.numerics import accumulators
 
 
@@ -25,7 +26,7 @@ class Options:
     argnums: int | Sequence[int] = 0
     batch_argnums: int | Sequence[int] | None = None
     has_aux: bool = False
-    skip_nonfinite: bool | str = False
+    skip_nonfinite: str | None = None  # what is left out, by its name in `faults`
     grad_reducers: Any = None
     unroll: int | bool = 1
     axis_name: Any = None
@@ -34,8 +35,6 @@ class Options:
     param_specs: Any = None
     grad_specs: Any = None
     noise_scale: bool = False
-    window_axis_name: str | None = None
-    window_axis_storage: str = "store"
     model_state: str | None = None
 
     def positional(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
@@ -45,12 +44,12 @@ class Options:
     @property
     def skips(self) -> bool:
         """Whether single micro-batches are left out."""
-        return self.skip_nonfinite in (True, "micro_batch")
+        return self.skip_nonfinite == faults.MICRO_BATCH
 
     @property
     def drops(self) -> bool:
         """Whether the whole window is."""
-        return self.skip_nonfinite == "window"
+        return self.skip_nonfinite == faults.WINDOW
 
 
 class Given(NamedTuple):

@@ -12,7 +12,7 @@ from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import as_float, divide
 from jaxaccum.core.reducers import Addition, Kept, Reducers, reducers_of_sums
 from jaxaccum.core.sums import WindowSums, cleared, kept_if
-from jaxaccum.folds import arguments, cut, devices, shards, window_axis
+from jaxaccum.folds import arguments, cut, devices, shards
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.gradients import Differentiated
@@ -30,6 +30,8 @@ class Bound:
     micro-batch's rows, and its key. All other arguments are closed over and pass through whole.
     """
 
+    is_typed = True  # whether JAX can type its collectives where replication is checked
+
     def __init__(self, options: Options, args: Sequence[Any], given: Given):
         name = options.function
         self.given = given
@@ -46,8 +48,6 @@ class Bound:
         )
         self.num_microbatches = sum(segment.num for segment in self.segments)
         self.num_real = arguments.num_real(name, given.num_real, self.num_microbatches)
-        if options.window_axis_name is not None:
-            window_axis.check_call(self)
         self.tree = Differentiated(options, args, self.batch)
         self.moving = devices.vary(self.tree.moving, self.varied)
         self._find_shards()
@@ -141,7 +141,7 @@ class Bound:
                 flat,
                 size,
                 has_aux=self.options.has_aux or self.state is not None,
-                axis_env=window_axis.axis_env(self.options, self.num_microbatches),
+                axis_env=self.axis_env,
             )
             if self.axes:
                 devices.check_undivided(
@@ -154,12 +154,22 @@ class Bound:
         differentiated += [False] * (len(flat) - len(differentiated))
         return self._losses[size], flat, differentiated
 
+    @property
+    def axis_env(self) -> list[tuple[str, int]]:
+        """Names and sizes of axes that the loss may use in collectives, beside those around it."""
+        return []
+
     def count(self, kept: Any = None) -> list[jax.Array]:
         """The summed weight of each term, over all devices, by a pass stripped of the model.
 
         Args:
           kept: boolean for each micro-batch; only these are counted. `None`: all.
         """
+        weights = self._counted(kept)
+        return devices.reduce(reducers_of_sums(weights), weights, self.axes, True)
+
+    def _counted(self, kept: Any) -> list[jax.Array]:
+        """`count` on this device."""
 
         def count_fn(index: Any, rows: Any) -> Outcome:
             loss, flat, differentiated = self.loss_at(index, rows)
@@ -170,11 +180,7 @@ class Bound:
             finite = all_finite(weights)
             return Outcome(weights, finite if kept is None else finite & kept[index])
 
-        if self.options.window_axis_name is None:
-            weights = self.fold(count_fn, reducers_of_sums)
-        else:
-            weights = window_axis.count(self)
-        return devices.reduce(reducers_of_sums(weights), weights, self.axes, True)
+        return self.fold(count_fn, reducers_of_sums)
 
     def sums(self) -> WindowSums:
         """The window's sums, over the denominators that were given or else over its own."""
@@ -234,8 +240,10 @@ class Bound:
                 divide(jnp.ones((), t.dtype), d, empty=0.0)
                 for t, d in zip(totals, denominators, strict=True)
             ]
-        if self.options.window_axis_name is not None:
-            return window_axis.sums(self, seeds), None
+        return self._folded(seeds, kept)
+
+    def _folded(self, seeds: Sequence[Any] | None, kept: Any) -> tuple[WindowSums, Any]:
+        """The fold of `_local`; `seeds` multiply each term's gradient, `None` is 1."""
         micro_step = MicroStep(self, seeds, kept)
         if self.state is None or not self.state.threads:
             return self.fold(micro_step, MicroStep.reducers)

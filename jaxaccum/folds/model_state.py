@@ -193,7 +193,7 @@ class ModelState:
                 f'{self.function}: `model_state="pooled"` needs running means and variances that '
                 "are exponential averages of a batch's own, but here an update depends on data in "
                 'another way. Use "sequential", or normalise over the window with '
-                "`window_axis_name`."
+                "`ja.window_axis`."
             )
         found = pruned(*[flat[i] for i in used])
         # A momentum that is a constant is the same on every device by its type.

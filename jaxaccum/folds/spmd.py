@@ -21,7 +21,9 @@ from jaxaccum.folds.replay import Replay
 from jaxaccum.folds.shards import Shard, shard_of
 
 
-def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
+def sums(
+    options: Options, args: Sequence[Any], call: Given, bound_fn: type[Bound] = Bound
+) -> WindowSums:
     """The window's sums, from each device's own rows of the batch.
 
     Arguments are whole on each device as far as the axes of `spmd_axis_name` go, except for
@@ -74,7 +76,7 @@ def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
         if per_device:
             own = own._replace(num_real=jnp.asarray(real)[0])
         every = batch.put([named.get(p) for p in range(len(args))], own_rows)
-        result = Bound(local, every, own).sums()
+        result = bound_fn(local, every, own).sums()
         flat, layout["tree"] = jax.tree.flatten(result)
         kinds = layout["kinds"] = _kinds(result, rows, grad_specs)
         layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind is None]
@@ -89,8 +91,7 @@ def sums(options: Options, args: Sequence[Any], call: Given) -> WindowSums:
         in_specs=(specs, rows),
         out_specs=groups,
         axis_names=set(names),
-        # JAX types no collective over an axis that is not of the mesh.
-        check_vma=options.window_axis_name is None,
+        check_vma=bound_fn.is_typed,
     )(given, sharded)
     supplies: dict[Any, Any] = dict(zip(groups, map(iter, results), strict=True))
     supplies[None] = iter(layout["empty"])

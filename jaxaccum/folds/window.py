@@ -4,16 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
-from jaxaccum.core import checks
-from jaxaccum.core.checks import is_inexact
-from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds import arguments, cut, devices, faults, shards, spmd, window_axis
-from jaxaccum.folds.arguments import NOTHING, Given, Options
-from jaxaccum.folds.batch import checked_argnums
+from jaxaccum.folds.arguments import NOTHING, Given
 from jaxaccum.folds.bound import Bound
-from jaxaccum.folds.model_state import check_policy
+from jaxaccum.folds.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
 from jaxaccum.numerics import accumulators
 
 
@@ -36,9 +30,7 @@ def accumulate(
     model_state: Literal["sequential", "pooled", "frozen"] | None = None,
     unroll: int | bool = 1,
     noise_scale: bool = False,
-    window_axis_name: str | None = None,
-    window_axis_storage: Literal["store", "recompute"] = "store",
-) -> Callable[..., WindowSums]:
+) -> WindowFn:
     """Sums gradients, losses and weights over the micro-batches of a batch, undivided.
 
     `grads = sum_k grad(total_k)`, `loss = sum_k total_k`, `weight = sum_k weight_k` over the
@@ -97,14 +89,6 @@ def accumulate(
       unroll: as in `jax.lax.scan`.
       noise_scale: whether the sums also hold what `ja.noise_scale` needs: one scalar and one count
         more, from the gradients that are there anyway. For losses of one term.
-      window_axis_name: the name of an axis over which `loss_fn` may use collectives (`psum`,
-        `pmean`, `all_gather`, `pmax`, `axis_index`, …) as if every micro-batch were a device:
-        the totals and weights of `jax.vmap(loss_fn, axis_name=window_axis_name)` over the
-        micro-batches, with the memory of one of them and what it hands from one collective to
-        the next. Two forwards and one backward. The batch must divide evenly.
-      window_axis_storage: "store" keeps for each micro-batch what crosses a collective,
-        "recompute" computes it again from the rows, in as many forwards as collectives that wait
-        for each other.
 
     Returns:
       `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None,
@@ -122,13 +106,13 @@ def accumulate(
       ValueError: the batch cannot be cut, or a weight depends on the parameters.
 
     Example:
-      >>> import jaxaccum as ja
+      >>> import jax.numpy as jnp, jaxaccum as ja
       >>> f = ja.accumulate(lambda w, x: ja.mean(w * x), num_microbatches=2)
       >>> sums = f(jnp.float32(0), jnp.array([1.0, 2.0, 3.0]))
       >>> print(sums.grads, sums.weight, ja.finalize(sums).grads)
       6.0 3 2.0
     """
-    options = _options(
+    options = checked_options(
         "accumulate",
         loss_fn,
         num_microbatches,
@@ -147,25 +131,8 @@ def accumulate(
         model_state=model_state,
         unroll=unroll,
         noise_scale=noise_scale,
-        window_axis_name=window_axis_name,
-        window_axis_storage=window_axis_storage,
     )
-
-    def accumulate_fn(
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        denominators: Any = None,
-        loss_scale: Any = None,
-        model_state: Any = None,
-        **inputs: Any,
-    ) -> WindowSums:
-        given = Given(key, num_real, denominators, loss_scale, model_state)
-        return _sums(options, options.positional((params, batch, *args), inputs), given)
-
-    return accumulate_fn
+    return WindowFn(options)
 
 
 def value_and_grad(
@@ -186,8 +153,6 @@ def value_and_grad(
     grad_reducers: Any = None,
     model_state: Literal["sequential", "pooled", "frozen"] | None = None,
     unroll: int | bool = 1,
-    window_axis_name: str | None = None,
-    window_axis_storage: Literal["store", "recompute"] = "store",
 ) -> Callable[..., Any]:
     """The window's mean loss and its gradient, like `jax.value_and_grad` of the full batch.
 
@@ -213,8 +178,6 @@ def value_and_grad(
       grad_reducers: reducers of gradient leaves that are not sums.
       model_state: what the window does to the model's state.
       unroll: as in `jax.lax.scan`.
-      window_axis_name: the name of an axis over which `loss_fn` may use collectives.
-      window_axis_storage: "store" or "recompute".
 
     Returns:
       `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None,
@@ -228,13 +191,13 @@ def value_and_grad(
       ValueError: as `accumulate`.
 
     Example:
-      >>> import jaxaccum as ja
+      >>> import jax.numpy as jnp, jaxaccum as ja
       >>> f = ja.value_and_grad(lambda w, x: ja.mean(w * x), microbatch_size=2)
       >>> loss, grads = f(jnp.float32(1), jnp.array([1.0, 2.0, 3.0]))
       >>> print(loss, grads)
       2.0 2.0
     """
-    options = _options(
+    options = checked_options(
         "value_and_grad",
         loss_fn,
         num_microbatches,
@@ -252,8 +215,6 @@ def value_and_grad(
         grad_reducers=grad_reducers,
         model_state=model_state,
         unroll=unroll,
-        window_axis_name=window_axis_name,
-        window_axis_storage=window_axis_storage,
     )
 
     def value_and_grad_fn(
@@ -269,15 +230,7 @@ def value_and_grad(
     ) -> Any:
         every = options.positional((params, batch, *args), inputs)
         given = Given(key, num_real, denominators, loss_scale, model_state)
-        window = finalize(_sums(options, every, given))
-        positions = checks.argnums("value_and_grad", argnums, len(every))
-        wanted = tuple(every[p] for p in positions)
-        wanted = wanted if isinstance(argnums, Sequence) else wanted[0]
-        grads = jax.tree.map(_like, window.grads, wanted)
-        aux = window.aux
-        if options.model_state is not None:
-            aux = (aux, window.model_state) if has_aux else window.model_state
-        return ((window.loss, aux) if has_aux or options.model_state else window.loss), grads
+        return loss_and_grads(options, every, window_sums(options, every, given))
 
     return value_and_grad_fn
 
@@ -291,7 +244,6 @@ def denominators(
     batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     axis_name: str | Sequence[str] | None = None,
-    window_axis_name: str | None = None,
     model_state: Literal["sequential", "pooled", "frozen"] | None = None,
 ) -> Callable[..., Any]:
     """Counts the weights of a loss's terms over a batch, without running the model.
@@ -307,7 +259,6 @@ def denominators(
       batch_argnums: the positional arguments that are cut; 1 by default.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       axis_name: mesh axes over which the weights are summed.
-      window_axis_name: the name of an axis over which `loss_fn` may use collectives.
       model_state: as in `accumulate`; the weights must not depend on it.
 
     Returns:
@@ -320,14 +271,14 @@ def denominators(
       ValueError: as `accumulate`.
 
     Example:
-      >>> import jaxaccum as ja
+      >>> import jax.numpy as jnp, jaxaccum as ja
       >>> def loss_fn(w, x):
       ...     return {"fit": ja.mean(w * x), "penalty": ja.Mean(w * w, 1.0)}
       >>> d = ja.denominators(loss_fn, num_microbatches=1)(jnp.float32(2), jnp.ones(4))
       >>> print(d["fit"], d["penalty"])
       4 1.0
     """
-    options = _options(
+    options = checked_options(
         "denominators",
         loss_fn,
         num_microbatches,
@@ -336,7 +287,6 @@ def denominators(
         batch_argnums=batch_argnums,
         has_aux=has_aux,
         axis_name=axis_name,
-        window_axis_name=window_axis_name,
         model_state=model_state,
     )
 
@@ -354,55 +304,3 @@ def denominators(
         return jax.tree.unflatten(bound.first_loss().terms, bound.count())
 
     return denominators_fn
-
-
-def _sums(options: Options, args: tuple[Any, ...], given: Given) -> WindowSums:
-    arguments.check_denominators(options.function, given.denominators)
-    if options.spmd_axis_name is not None:
-        return spmd.sums(options, args, given)
-    return Bound(options, args, given).sums()
-
-
-def _options(
-    function: str,
-    loss_fn: Any,
-    num_microbatches: Any,
-    microbatch_size: Any,
-    *,
-    accumulator: Any = None,
-    **others: Any,
-) -> Options:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
-        )
-    accumulator = accumulators.checked(function, accumulator)
-    if "skip_nonfinite" in others:
-        others["skip_nonfinite"] = faults.policy(function, others["skip_nonfinite"]) or False
-    devices.names_of(function, "axis_name", others.get("axis_name"))
-    devices.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
-    if others.get("axis_name") is not None and others.get("spmd_axis_name") is not None:
-        raise ValueError(
-            f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
-            "for plain `jit`; pass one of them."
-        )
-    window_axis.check_options(function, others)
-    check_policy(function, others.get("model_state"))
-    shards.check_reduction(function, others.get("reduction", "defer"))
-    parts = others.get("param_specs"), others.get("grad_specs")
-    if others.get("noise_scale") and others.get("axis_name") and parts != (None, None):
-        raise ValueError(
-            f"{function}: `noise_scale=True` needs whole gradient sums, but `axis_name` with "
-            "`param_specs` or `grad_specs` leaves each device a part. Use `spmd_axis_name` under "
-            "plain `jit`, whose sums are global arrays."
-        )
-    unroll = others.get("unroll", 1)
-    if not isinstance(unroll, bool):
-        others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)
-    others["batch_argnums"] = checked_argnums(function, loss_fn, others.get("batch_argnums"))
-    number, size = cut.check_cut(function, num_microbatches, microbatch_size)
-    return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
-
-
-def _like(grad: Any, parameter: Any) -> Any:
-    return grad.astype(jnp.asarray(parameter).dtype) if is_inexact(parameter) else grad

@@ -78,7 +78,7 @@ def accumulate(
     ) -> WindowSums:
         every = _positional("accumulate", (model, batch, *args), named, cut)
         call = Call("accumulate", loss_fn, every, filters, options, has_aux, key)
-        f = plain_accumulate(call.loss_fn, has_aux=True, **call.options)
+        f: Callable[..., WindowSums] = plain_accumulate(call.loss_fn, has_aux=True, **call.options)
         sums = f(*call.args, **call.named, **named)
         call.finish(values_of(sums.aux), finalize(sums).model_state)
         return dataclasses.replace(sums, aux=sums.aux[0] if has_aux else None, model_state=None)

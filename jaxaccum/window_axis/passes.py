@@ -1,4 +1,4 @@
-"""The folds of a loss that is cut in stages at its collectives over the window's axis.
+"""The passes over the stages of a loss that meets over the window's axis.
 
 Forward, one fold over the micro-batches for each stage; backward, from the last stage to the first,
 one fold that runs the stage once more with the cotangents of what it had made. The last stage does
@@ -7,32 +7,30 @@ both at once, so the window costs two forwards and one backward, whatever the nu
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxaccum.core import checks, programs, staging
+from jaxaccum.core import checks, programs
 from jaxaccum.core.mean import add, wide
 from jaxaccum.core.reducers import (
     Addition,
     Concatenation,
-    Latest,
     Reducer,
     Stack,
     reducers_of,
 )
-from jaxaccum.folds import cut, stages
-from jaxaccum.folds.meetings import Meeting
 from jaxaccum.folds.scan import Outcome
-from jaxaccum.folds.stages import Plan, Stage
 from jaxaccum.numerics import loss_scaling
-
-# From the index of a micro-batch to its part of a cotangent.
-Source = Callable[[Any], jax.Array]
+from jaxaccum.window_axis import plan, sources
+from jaxaccum.window_axis.call import Call
+from jaxaccum.window_axis.flattening import Flattener
+from jaxaccum.window_axis.meetings import Meeting
+from jaxaccum.window_axis.plan import Plan, Stage
+from jaxaccum.window_axis.sources import Source
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,37 +69,34 @@ class _Replay(NamedTuple):
     moving: list[Any]
 
 
-class StagedWindow:
-    """One window of a bound loss, stage by stage.
+class Passes:
+    """The passes over the stages of one call.
 
     Args:
-      bound: the loss, bound to the arguments of a call.
+      call: the loss and the fold.
       weights_only: whether only the terms' weights are wanted.
     """
 
-    def __init__(self, bound: Any, *, weights_only: bool):
-        self.bound, self.options = bound, bound.options
-        function, name = self.options.function, self.options.window_axis_name
-        grid = bound.segments[0].grid(bound.batch.leaves)
-        self.loss, _, self.flags = bound.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
-        self.loss.weights_fn(function, self.flags)  # refuses what depends on the parameters
-        self.num_terms = n = self.loss.terms.num_leaves
-        avals = self.loss.program.closed.out_avals
-        flattener = staging.Flattener(function, name, bound.num_microbatches)
-        number = len(bound.moving)
+    def __init__(self, call: Call, *, weights_only: bool):
+        self.call = call
+        loss, n = call.loss, call.loss.terms.num_leaves
+        loss.weights_fn(call.function, call.differentiated)  # refuses what depends on the params
+        self.num_terms = n
+        avals = loss.program.closed.out_avals
+        flattener = Flattener(call.function, call.axis, call.size)
         self.plan = Plan(
-            function,
-            flattener.flatten(self.loss.program),
+            call.function,
+            flattener.flatten(loss.program),
             [not weights_only or n <= i < 2 * n for i in range(len(avals))],
             flattener=flattener,
-            local=[i >= number for i in range(len(self.flags))],
-            storage=self.options.window_axis_storage,
+            local=[i >= call.num_shared for i in range(len(call.differentiated))],
+            storage=call.storage,
             effects=not weights_only,
         )
-        aux = jax.tree.unflatten(self.loss.aux_tree, avals[2 * n :])
+        aux = jax.tree.unflatten(loss.aux_tree, avals[2 * n :])
         sums: list[Reducer] = [Addition()] * (n if weights_only else 2 * n)
         self.reducers = sums if weights_only else sums + jax.tree.leaves(reducers_of(aux))
-        self.flowing = set() if weights_only else self.plan.carriers(self.flags, n)
+        self.flowing = set() if weights_only else self.plan.carriers(call.differentiated, n)
         self.outs: dict[int, Any] = {}  # by position: the combined outputs
         self.met: dict[Any, jax.Array] = {}  # by variable: what a meeting gave
         self.kept: dict[Any, jax.Array] = {}  # by variable: stored values, `[num, ...]`
@@ -131,7 +126,7 @@ class StagedWindow:
         last = len(self.plan.stages) - 1
         for depth in range(last):
             self._fold(depth, None, makes=True)
-        wanted = [v for v, d in zip(self.plan.inputs, self.flags, strict=True) if d]
+        wanted = [v for v, d in zip(self.plan.inputs, self.call.differentiated, strict=True) if d]
         replays: list[_Replay] = []
         read: set[Any] = set()
         for depth in reversed(range(last + 1)):
@@ -174,15 +169,15 @@ class StagedWindow:
         eqns = self.plan.in_order([*eqns, *stage.effects])
         if replay and not makes:
             eqns, reads = replay.eqns, replay.reads
-        sources = self._sources(stage, seeds) if replay else {}
+        given = self._sources(stage, seeds) if replay else {}
 
         def micro_fn(index: Any, rows: Any) -> Outcome:
             env = self._environment(index, rows, reads)
-            known = {v: _at(self.kept[v], index) for v in stage.stores if v in self.kept}
+            known = {v: sources.entry(self.kept[v], index) for v in stage.stores if v in self.kept}
 
             def body(values: list[Any]) -> Any:
                 inner = env | dict(zip(replay.moving if replay else [], values, strict=True))
-                stages.run(eqns, inner, known)
+                plan.run(eqns, inner, known)
                 made = self._made(stage, inner) if makes else None
                 return [inner[v] for v in replay.seeds] if replay else [], made
 
@@ -191,11 +186,11 @@ class StagedWindow:
             start = [env[v] for v in replay.moving]
             outs, pull, made = jax.vjp(body, start, has_aux=True)
             cotangents = [
-                functools.reduce(add, [s(index) for s in sources[v]]).astype(out.dtype)
+                functools.reduce(add, [s(index) for s in given[v]]).astype(out.dtype)
                 for v, out in zip(replay.seeds, outs, strict=True)
             ]
             moved = self._moved(replay.moving, pull(cotangents)[0], index)
-            key = self.bound.rounding_key(index)
+            key = self.call.key_fn(index)
             if key is not None:
                 key = jax.random.fold_in(key, depth)
             return Outcome({"made": made, "moved": moved}, key=key)
@@ -206,7 +201,7 @@ class StagedWindow:
                 found["moved"] = [self._mover(v) for v in replay.moving]
             return found
 
-        values = self.bound.fold(micro_fn, reducers_fn)
+        values = self.call.fold_fn(micro_fn, reducers_fn)
         if replay:
             self._file(replay.moving, values["moved"])
         if makes:
@@ -214,20 +209,20 @@ class StagedWindow:
 
     def _environment(self, index: Any, rows: Any, reads: Sequence[Any]) -> dict[Any, Any]:
         """What one micro-batch finds: inputs, and of earlier values those that it `reads`."""
-        plan = self.plan
-        flat = self.bound.loss_at(index, rows)[1]
-        env = {**plan.consts, plan.index: index, **dict(zip(plan.inputs, flat, strict=True))}
+        flat = self.call.inputs_fn(index, rows)
+        own = self.plan
+        env = {**own.consts, own.index: index, **dict(zip(own.inputs, flat, strict=True))}
         for v in reads:
             if v in self.kept or v in self.met:
                 value = self.kept[v] if v in self.kept else self.met[v]
-                env[v] = _at(value, index) if plan.is_local(v) else value
+                env[v] = sources.entry(value, index) if own.is_local(v) else value
         return env
 
     def _made(self, stage: Stage, env: dict[Any, Any]) -> dict[str, Any]:
         """What a stage hands on, from the values of one micro-batch."""
         return {
-            "outs": [stages.read(env, self.plan.outputs[i]) for i in stage.outputs],
-            "met": [[stages.read(env, v) for v in m.eqn.invars] for m in stage.meetings],
+            "outs": [plan.read(env, self.plan.outputs[i]) for i in stage.outputs],
+            "met": [[plan.read(env, v) for v in m.eqn.invars] for m in stage.meetings],
             "kept": [env[v] for v in stage.stores],
         }
 
@@ -267,12 +262,12 @@ class StagedWindow:
             if i < self.num_terms:
                 one = jnp.ones((), self.plan.outputs[i].aval.dtype)
                 seed = one if seeds is None else seeds[i]
-                if self.bound.scale is not None:
-                    seed = loss_scaling.scaled(seed, self.bound.scale)
-                add_source(self.plan.outputs[i], _whole(seed))
+                if self.call.scale is not None:
+                    seed = loss_scaling.scaled(seed, self.call.scale)
+                add_source(self.plan.outputs[i], sources.whole(seed))
         for v in stage.stores:
             if v in self.stacks:
-                add_source(v, _each(self.stacks[v]))
+                add_source(v, sources.each(self.stacks[v]))
         for meeting in stage.meetings:
             if self._carries_gradient(meeting):
                 for v, source in zip(meeting.eqn.invars, self._pulled(meeting), strict=True):
@@ -284,7 +279,7 @@ class StagedWindow:
         cotangents = [self._cotangent(v) for v in meeting.eqn.outvars]
         (operands,) = self._pulls.pop(id(meeting))(cotangents)
 
-        return [_source(c, r) for c, r in zip(operands, meeting.reducers(), strict=True)]
+        return [sources.combined(c, r) for c, r in zip(operands, meeting.reducers(), strict=True)]
 
     def _cotangent(self, v: Any) -> Any:
         """The cotangent of a meeting's result, in its own type."""
@@ -298,13 +293,13 @@ class StagedWindow:
         """One micro-batch's cotangents, in the form in which the fold takes them."""
         moved = []
         for v, value in zip(moving, values, strict=True):
-            if v in self._position and self.bound.scale is not None:
-                value = loss_scaling.unscale(value, self.bound.scale)
+            if v in self._position and self.call.scale is not None:
+                value = loss_scaling.unscale(value, self.call.scale)
             shard = self._shard(v)
             if shard is not None:
                 value = shard.scatter_here(value.astype(wide(value.dtype)))
             elif v in self.stacks and not self._is_row(v):
-                value = add(value, _at(self.stacks[v], index))
+                value = add(value, sources.entry(self.stacks[v], index))
             moved.append(value)
         return moved
 
@@ -313,7 +308,7 @@ class StagedWindow:
         if self.plan.is_local(v):
             return Concatenation() if self._is_row(v) else Stack()
         position = self._position.get(v)
-        reducer = Addition() if position is None else self.options.accumulator
+        reducer = Addition() if position is None else self.call.accumulator
         return _Continued(reducer, self.carries[v]) if v in self.carries else reducer
 
     def _file(self, moving: Sequence[Any], values: Sequence[Any]) -> None:
@@ -331,33 +326,4 @@ class StagedWindow:
     def _shard(self, v: Any) -> Any:
         """The part of a parameter's gradient that stays on this device, in the loop."""
         position = self._position.get(v)
-        if not self.bound.scattering or position is None or self.plan.is_local(v):
-            return None
-        return self.bound.grad_shards[position]
-
-
-def _source(cotangent: Any, reducer: Reducer) -> Source:
-    """The cotangents of values that a meeting has brought together with `reducer`."""
-    if isinstance(reducer, Stack):
-        return _each(cotangent)
-    return _first(cotangent) if isinstance(reducer, Latest) else _whole(cotangent)
-
-
-def _whole(cotangent: Any) -> Source:
-    """The same for every micro-batch."""
-    return lambda index: cotangent
-
-
-def _each(stack: Any) -> Source:
-    """Its own for every micro-batch."""
-    return lambda index: _at(stack, index)
-
-
-def _first(cotangent: Any) -> Source:
-    """Of one value that was there for all: one micro-batch takes it."""
-    return lambda index: jnp.where(index == 0, cotangent, jnp.zeros_like(cotangent))
-
-
-def _at(stack: jax.Array, index: Any) -> jax.Array:
-    """One micro-batch's entry of a stack `[num, ...]`."""
-    return lax.dynamic_index_in_dim(stack, index, keepdims=False)
+        return None if position is None or self.plan.is_local(v) else self.call.shards[position]

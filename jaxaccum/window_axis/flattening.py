@@ -1,4 +1,4 @@
-"""A traced loss that speaks over the window's axis, flattened so that it can be cut in stages."""
+"""Flattening: a loss rewritten until it meets on its outermost level, where it can be cut."""
 
 import functools
 from collections.abc import Sequence

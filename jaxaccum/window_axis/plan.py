@@ -1,4 +1,4 @@
-"""A loss that meets over the window's axis, cut in stages between its meetings."""
+"""The plan: a loss that meets over the window's axis, cut in stages between its meetings."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import labels, primitives, programs, staging
-from jaxaccum.folds.meetings import Meeting
-
-STORAGES = ("store", "recompute")
+from jaxaccum.core import labels, primitives, programs
+from jaxaccum.window_axis import flattening
+from jaxaccum.window_axis.meetings import Meeting
 
 # A value more cheap steps away than this is kept after all: in a residual network the way back to
 # the values that are kept anyway grows with every layer.
@@ -38,7 +37,7 @@ class Plan:
 
     Args:
       function: the public function's name, for messages.
-      program: the program, from `staging.Flattener`; its inputs are the micro-batch's index and
+      program: the program, from `flattening.Flattener`; its inputs are the micro-batch's index and
         the flat inputs of the loss.
       keep: which outputs are wanted.
       flattener: the one that made it.
@@ -53,7 +52,7 @@ class Plan:
         program: programs.Program,
         keep: Sequence[bool],
         *,
-        flattener: staging.Flattener,
+        flattener: flattening.Flattener,
         local: Sequence[bool],
         storage: str,
         effects: bool = True,
@@ -88,10 +87,10 @@ class Plan:
         self.stored: set[Any] = set()
         self.stages = self._cut()
 
-    def _place(self, number: int, eqn: Any, flattener: staging.Flattener) -> None:
+    def _place(self, number: int, eqn: Any, flattener: flattening.Flattener) -> None:
         depth = self._depth(eqn)
         local = any(map(self.is_local, eqn.invars))
-        if flattener.use(eqn) == staging.MEETS:
+        if flattener.use(eqn) == flattening.MEETS:
             differ = tuple(map(self.is_local, eqn.invars))
             meeting = Meeting(eqn, flattener.axis, flattener.size, differ)
             meeting.check(self.function)

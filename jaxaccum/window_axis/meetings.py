@@ -1,4 +1,4 @@
-"""Collectives over the window's axis: what micro-batches carry to a meeting and take from it."""
+"""Meetings: what micro-batches carry to a collective over the window's axis and take from it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

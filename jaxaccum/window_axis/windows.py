@@ -1,0 +1,286 @@
+"""One window whose micro-batches meet: `accumulate`, `value_and_grad`, `denominators`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jaxaccum.core.sums import WindowSums
+from jaxaccum.folds.arguments import NOTHING, Given
+from jaxaccum.folds.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
+from jaxaccum.numerics import accumulators
+from jaxaccum.window_axis.bound import AxisBound, AxisOptions
+
+
+class AxisWindowFn(WindowFn):
+    """What `accumulate` returns: from a batch to the window's sums; see there."""
+
+    options: AxisOptions
+
+    def __call__(
+        self,
+        params: Any,
+        batch: Any = NOTHING,
+        *args: Any,
+        key: Any = None,
+        denominators: Any = None,
+        loss_scale: Any = None,
+        **inputs: Any,
+    ) -> WindowSums:
+        given = Given(key, denominators=denominators, loss_scale=loss_scale)
+        every = self.options.positional((params, batch, *args), inputs)
+        return window_sums(self.options, every, given, AxisBound)
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    *,
+    window_axis_name: str = "window",
+    storage: Literal["store", "recompute"] = "store",
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    reduction: Literal["defer", "scatter"] = "defer",
+    param_specs: Any = None,
+    grad_specs: Any = None,
+    accumulator: accumulators.Accumulator | None = None,
+    skip_nonfinite: Literal[False, "window"] = False,
+    unroll: int | bool = 1,
+) -> AxisWindowFn:
+    """Sums gradients, losses and weights of micro-batches that meet in collectives, undivided.
+
+    `loss_fn`, or any layer in it, may use `psum`, `pmean`, `all_gather`, `pmax`, `axis_index`, …
+    over the window's axis. The totals and weights are those of `jax.vmap(loss_fn,
+    axis_name=window_axis_name)` over the micro-batches, with the memory of one of them and of what
+    it hands from one collective to the next; the sums are those of `ja.accumulate`. Two forwards
+    and one backward.
+
+    Args:
+      loss_fn: as in `ja.accumulate`.
+      window_axis_name: the name of the window's axis.
+      storage: "store" keeps for each micro-batch what crosses a collective, "recompute" computes
+        it again from the rows, in as many forwards as collectives that wait for each other.
+      num_microbatches: how many micro-batches; a static int that divides the rows.
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      argnums: the positional arguments to differentiate.
+      batch_argnums: the positional arguments that are cut; 1 by default.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      axis_name: mesh axes over which the sums are reduced, once, inside `pmap` or a `shard_map`
+        without replication checking. Collectives over devices too name both axes.
+      spmd_axis_name: mesh axes over which the sums are reduced, once, under plain `jit`.
+      reduction: "defer" or "scatter", as all that follow as in `ja.accumulate`.
+      param_specs: which parameters come in parts.
+      grad_specs: which gradients are returned in parts.
+      accumulator: how the gradient sums are carried.
+      skip_nonfinite: "window" leaves out a window that is not finite.
+      unroll: as in `jax.lax.scan`.
+
+    Returns:
+      `f(params, batch, *args, key=None, denominators=None, loss_scale=None)`, which returns
+      `WindowSums`.
+
+    Raises:
+      TypeError: as `ja.accumulate`.
+      ValueError: as `ja.accumulate`; or the batch does not divide evenly, a collective stands where
+        micro-batches cannot wait for each other, or a gradient would go through a `pmax`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxaccum as ja
+      >>> def loss_fn(w, x):  # the variance of the whole window
+      ...     return ja.mean((w * x - jax.lax.pmean(jnp.mean(w * x), "window")) ** 2)
+      >>> f = ja.window_axis.accumulate(loss_fn, num_microbatches=2)
+      >>> print(ja.finalize(f(jnp.float32(1), jnp.array([1.0, 2.0, 3.0, 6.0]))).loss)
+      3.5
+    """
+    return AxisWindowFn(
+        _options(
+            "window_axis.accumulate",
+            loss_fn,
+            window_axis_name,
+            storage,
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_size,
+            argnums=argnums,
+            batch_argnums=batch_argnums,
+            has_aux=has_aux,
+            axis_name=axis_name,
+            spmd_axis_name=spmd_axis_name,
+            reduction=reduction,
+            param_specs=param_specs,
+            grad_specs=grad_specs,
+            accumulator=accumulator,
+            skip_nonfinite=skip_nonfinite,
+            unroll=unroll,
+        )
+    )
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    window_axis_name: str = "window",
+    storage: Literal["store", "recompute"] = "store",
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    reduction: Literal["defer", "scatter"] = "defer",
+    param_specs: Any = None,
+    grad_specs: Any = None,
+    accumulator: accumulators.Accumulator | None = None,
+    skip_nonfinite: Literal[False, "window"] = False,
+    unroll: int | bool = 1,
+) -> Callable[..., Any]:
+    """The mean loss of a window whose micro-batches meet, and its gradient.
+
+    `loss = sum_k total_k / sum_k weight_k` and its gradient, where the micro-batches `k` run as
+    `jax.vmap(loss_fn, axis_name=window_axis_name)` would run them: with batch normalisation over
+    that axis, the full batch's. Gradients are returned in each parameter's own dtype.
+
+    Args:
+      loss_fn: as in `ja.value_and_grad`.
+      window_axis_name: the name of the window's axis; this and all below as in `accumulate`.
+      storage: "store" or "recompute".
+      num_microbatches: how many micro-batches.
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      argnums: the positional arguments to differentiate.
+      batch_argnums: the positional arguments that are cut; 1 by default.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      axis_name: mesh axes over which the sums are reduced, inside `pmap` or `shard_map`.
+      spmd_axis_name: mesh axes over which the sums are reduced, under plain `jit`.
+      reduction: "defer" or "scatter".
+      param_specs: which parameters come in parts.
+      grad_specs: which gradients are returned in parts.
+      accumulator: how the gradient sums are carried.
+      skip_nonfinite: "window" leaves out a window that is not finite.
+      unroll: as in `jax.lax.scan`.
+
+    Returns:
+      `f(params, batch, *args, key=None, denominators=None, loss_scale=None)`, which returns
+      `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
+
+    Raises:
+      TypeError: as `accumulate`.
+      ValueError: as `accumulate`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxaccum as ja
+      >>> def loss_fn(w, x):  # the variance of the whole window
+      ...     return ja.mean((w * x - jax.lax.pmean(jnp.mean(w * x), "window")) ** 2)
+      >>> f = ja.window_axis.value_and_grad(loss_fn, num_microbatches=2)
+      >>> loss, grads = f(jnp.float32(1), jnp.array([1.0, 2.0, 3.0, 6.0]))
+      >>> print(loss, grads)
+      3.5 7.0
+    """
+    options = _options(
+        "window_axis.value_and_grad",
+        loss_fn,
+        window_axis_name,
+        storage,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        axis_name=axis_name,
+        spmd_axis_name=spmd_axis_name,
+        reduction=reduction,
+        param_specs=param_specs,
+        grad_specs=grad_specs,
+        accumulator=accumulator,
+        skip_nonfinite=skip_nonfinite,
+        unroll=unroll,
+    )
+
+    def value_and_grad_fn(
+        params: Any,
+        batch: Any = NOTHING,
+        *args: Any,
+        key: Any = None,
+        denominators: Any = None,
+        loss_scale: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        every = options.positional((params, batch, *args), inputs)
+        given = Given(key, denominators=denominators, loss_scale=loss_scale)
+        return loss_and_grads(options, every, window_sums(options, every, given, AxisBound))
+
+    return value_and_grad_fn
+
+
+def denominators(
+    loss_fn: Callable[..., Any],
+    *,
+    window_axis_name: str = "window",
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+) -> Callable[..., Any]:
+    """Counts the weights of a loss whose micro-batches meet, without running the model.
+
+    As `ja.denominators`, with collectives over the window's axis in what is counted.
+
+    Args:
+      loss_fn: as in `ja.denominators`.
+      window_axis_name: the name of the window's axis; this and all below as in `accumulate`.
+      num_microbatches: how many micro-batches.
+      microbatch_size: the rows of a micro-batch. Exactly one of the two.
+      argnums: the positional arguments to differentiate.
+      batch_argnums: the positional arguments that are cut; 1 by default.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      axis_name: mesh axes over which the weights are summed.
+
+    Returns:
+      `d(params, batch, *args, key=None)`, which returns the summed weights in the tree structure of
+      the loss.
+
+    Raises:
+      TypeError: as `accumulate`.
+      ValueError: as `accumulate`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxaccum as ja
+      >>> def loss_fn(w, x):  # as much weight for each micro-batch as the largest has
+      ...     return ja.Mean(jnp.sum(w * x), jax.lax.pmax(jnp.sum(x > 1), "window"))
+      >>> d = ja.window_axis.denominators(loss_fn, num_microbatches=2)
+      >>> print(d(jnp.float32(1), jnp.array([1.0, 2.0, 1.0, 6.0])))
+      4
+    """
+    options = _options(
+        "window_axis.denominators",
+        loss_fn,
+        window_axis_name,
+        "store",
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        has_aux=has_aux,
+        axis_name=axis_name,
+    )
+
+    def denominators_fn(
+        params: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **inputs: Any
+    ) -> Any:
+        every = options.positional((params, batch, *args), inputs)
+        bound = AxisBound(options, every, Given(key))
+        return jax.tree.unflatten(bound.first_loss().terms, bound.count())
+
+    return denominators_fn
+
+
+def _options(
+    function: str, loss_fn: Any, window_axis_name: Any, storage: Any, **others: Any
+) -> AxisOptions:
+    options = vars(checked_options(function, loss_fn, **others))
+    return AxisOptions(**options, window_axis_name=window_axis_name, storage=storage)
