@@ -270,6 +270,24 @@ def above_the_mean(w, batch):
     return ja.mean(losses, where=losses >= losses.mean())
 
 
+def loop_over_the_rows(w, batch):
+    z = line(w, batch)
+    square = sum(z[i] ** 2 for i in range(len(z)))  # another program for each number of rows
+    return ja.mean((z / jnp.sqrt(square) - batch["y"]) ** 2)
+
+
+def statistics_in_a_scan(w, batch):
+    def layer(z, _):
+        return jnp.tanh(z - z.mean()), None
+
+    return ja.mean(lax.scan(layer, line(w, batch), length=2)[0] * batch["y"])
+
+
+def largest_behind_another_layout(w, batch):
+    z = (batch["x"] * w[None]).T.reshape(-1)
+    return ja.mean((z / jnp.abs(z).max()).reshape(3, -1) * batch["y"][None])
+
+
 def hardest_two(w, batch):
     return ja.mean(lax.top_k(squares(w, batch), 2)[0])  # a single row raises
 
@@ -277,6 +295,12 @@ def hardest_two(w, batch):
 def hardest_half(w, batch):
     losses = squares(w, batch)
     return ja.mean(lax.top_k(losses, max(1, len(losses) // 2))[0])
+
+
+def hardest_half_beside_a_mean_times_its_rows(w, batch):
+    losses, rows = squares(w, batch), len(batch["y"])
+    hardest = lax.top_k(losses, max(1, rows // 2))[0]
+    return ja.Mean(losses.mean() * rows + hardest.sum(), rows)
 
 
 def hardest_one(w, batch):
@@ -336,6 +360,18 @@ def gradient_clipped_inside(w, batch):
     return ja.mean(clipped(line(w, batch)) * batch["y"])
 
 
+@jax.custom_vjp
+def many(z):
+    return z
+
+
+many.defvjp(lambda z: (z, None), lambda _, g: (g * len(g),))
+
+
+def gradient_times_its_rows(w, batch):
+    return ja.mean(many(line(w, batch)) * batch["y"])
+
+
 FAULTS = {
     "mean_inside": [
         bare_mean, bare_masked_mean, mean_of_weight_one, mean_with_its_count, divided_by_its_rows,
@@ -362,17 +398,21 @@ BETWEEN_ROWS = {
     },
     "batch_statistics": {
         normalised_advantages: "`div`", root_of_the_mean: "`div`", above_the_mean: "`div`",
+        statistics_in_a_scan: "`scan`", loop_over_the_rows: "see each other:",
+        gradient_clipped_inside: "see each other:",
     },
     "selection": {
-        hardest_half: "`top_k`", hardest_two: "`top_k`", hardest_one: "`reduce_max`",
+        hardest_half: "`top_k`", hardest_half_beside_a_mean_times_its_rows: "`top_k`",
+        hardest_two: "`top_k`", hardest_one: "`reduce_max`",
         largest_target: "`argmax`", above_the_median: "`sort`", hardest_negative: "`reduce_min`",
+        largest_behind_another_layout: "`reduce_max`",
     },
     "torn_apart": {
         neighbours: "Rows 0 and 1 belong", neighbours_reshaped: "Rows 0 and 1 belong",
         groups_of_four: "Rows 0 and 1 and 2 and 3 belong", halves: "Rows 0 and 4 belong",
     },
     "row_order": {differences: "order of the rows"},
-    "unknown": {gradient_clipped_inside: "no experiment here explains"},
+    "unknown": {gradient_times_its_rows: "no experiment here explains"},
 }  # fmt: skip
 
 

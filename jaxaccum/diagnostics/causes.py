@@ -6,12 +6,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.diagnostics.departures import PLACE, RANDOM, Departure, departures
+from jaxaccum.diagnostics.departures import PLACE, RANDOM, SIZE, Departure, departures
 from jaxaccum.diagnostics.probes import Parts, Probe, distance
 from jaxaccum.diagnostics.structure import Finding, first_line, low_precision
-
-_CLOSE = 0.02  # how near to 1 or 2 times a doubled batch comes to count as that
-
 
 UNKNOWN = Finding(
     "unknown",
@@ -93,24 +90,25 @@ def numeric(
     pieces = [parts for parts in windows.values() if len(parts) > 1]
     permuted = [parts for parts in windows.values() if len(parts) == 1]
     wrong = [
-        max(_term_error(full, parts, term) for parts in windows.values()) > tolerance
+        term
         for term in range(len(probe.terms))
+        if max(_term_error(full, parts, term) for parts in windows.values()) > tolerance
     ]
-    seen = departures(probe, tolerance) if any(wrong) else []
+    seen = departures(probe, tolerance, wrong) if wrong else []
     for term, name in enumerate(probe.terms):
         if _rounds_totals(full, pieces, term):
             found.append(low_precision(name, "bfloat16 or float16"))
             continue
         experiment = _Experiment(probe, full, term, tolerance, [d for d in seen if term in d.terms])
         cause = None
-        if wrong[term]:
+        if term in wrong:
             moved = max((_term_error(full, parts, term) for parts in permuted), default=0.0)
             cause = experiment.order() if moved > tolerance else experiment.rows()
         if probe.scalar[term]:
             found.append(experiment.scalar())
             known = (found[-1].kind, "constant_denominator")
             cause = cause if cause and cause.kind not in known else None
-        elif wrong[term] and cause is None:
+        elif term in wrong and cause is None:
             cause = UNKNOWN._replace(message=f"`loss{name}`: {UNKNOWN.message}")
         found += [cause] if cause else []
     return found
@@ -168,7 +166,7 @@ class _Experiment:
                 "Count what the total sums, `ja.mean(per_token, where=mask)`; for a constant "
                 "denominator give each micro-batch its share, `constant * rows / batch_rows`.",
             )
-        if first is not None and (degree != 1 or not grows) and first.normalises and first.returns:
+        if first and degree != 1 and first.returns and first.divides and SIZE not in first.made_of:
             return Finding(
                 "mean_inside",
                 f"{name} is normalised inside: numbers of rows are divided by a sum over the "
@@ -178,10 +176,11 @@ class _Experiment:
             )
         if degree == 0 or (first is not None and degree is None and first.normalises):
             return self._mean(degree, grows, first)
-        if first is not None:
+        if first is not None or self._interact():
+            where = f" in {first}" if first is not None else ""
             return Finding(
                 "batch_statistics",
-                f"The examples of {name} see each other in {first}: of the same rows a part of the "
+                f"The examples of {name} see each other{where}: of the same rows a part of the "
                 "batch makes something else than the whole batch. Batch normalisation, in-batch "
                 "negatives and functions of sums over the batch do that.",
                 "Use statistics that do not depend on the batch, or make the window exact with "
@@ -230,9 +229,19 @@ class _Experiment:
         """0 if twice the rows give the same total and gradient, 1 if they give twice of both."""
         once, twice = self.full.vector(self.term), self._doubled.vector(self.term)
         for degree, factor in ((0, 1.0), (1, 2.0)):
-            if distance(twice, factor * once, factor * once) < _CLOSE:
+            if distance(twice, factor * once, factor * once) < 8 * self.tolerance:
                 return degree
         return None
+
+    def _interact(self) -> bool:
+        """Whether exchanging some rows changes what the others add: the mixed second difference."""
+        every, half = np.arange(self.probe.rows), self.probe.rows // 2
+        other = np.roll(every, 1)
+        first, second = [*other[:half], *every[half:]], [*every[:half], *other[half:]]
+        a, b, c = (self.probe(rows).vector(self.term) for rows in (first, second, other))
+        d = self.full.vector(self.term)
+        size = np.abs(a) + np.abs(b) + np.abs(c) + np.abs(d)
+        return distance(a + b, c + d, size) > self.tolerance
 
     def _weight_grows(self) -> bool:
         return bool(self._doubled.weights[self.term] > 1.5 * self.full.weights[self.term])
@@ -286,4 +295,4 @@ def _rounds_totals(full: Parts, pieces: Sequence[Sequence[Parts]], term: int) ->
         distance(sum(p.totals[term] for p in ps), full.totals[term], full.totals[term])
         for ps in pieces
     ]
-    return 1e-5 < max(gaps) < _CLOSE
+    return 1e-5 < max(gaps) < 0.02

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import programs
-from jaxaccum.diagnostics.probes import Probe, distance, quick_jit
+from jaxaccum.diagnostics.probes import Probe, quick_jit
 
 _SELECTS = ("argmax", "argmin", "reduce_max", "reduce_min", "sort", "top_k", "approx_top_k")
-# They only move numbers: which rows stand where behind them is not known any more.
+# They only move numbers: where rows stand behind them may be another order.
 _MOVES = frozenset(
     """broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather pad reshape rev
     scatter slice squeeze transpose""".split()  # noqa: SIM905
@@ -24,8 +24,16 @@ _MOVES = frozenset(
 _MOST = 24  # departures looked at
 
 # What a value is: a number for each row, a sum over rows, the same for any rows, or made from
-# their number, their places or random draws alone.
-ROW, SUM, SAME, SIZE, PLACE, RANDOM = "row", "sum", "same", "size", "place", "random"
+# their number, their places or random draws alone; or it is not known which rows stand where.
+ROW, SUM, SAME, SIZE, PLACE, RANDOM, LOST = [
+    "row",
+    "sum",
+    "same",
+    "size",
+    "place",
+    "random",
+    "lost",
+]
 
 
 class Departure(NamedTuple):
@@ -58,21 +66,33 @@ class Departure(NamedTuple):
         return self.primitive in _SELECTS
 
     def __str__(self) -> str:
-        return f"`{self.primitive}` at {self.line}"
+        where = "what goes into " if LOST in self.made_of and not self.selects else ""
+        return f"{where}`{self.primitive}` at {self.line}"
 
 
-def departures(probe: Probe, tolerance: float) -> list[Departure]:
-    """The departures that the loss depends on, in the order of the program; none if not known."""
-    rows = np.arange(probe.rows)
-    parts = [rows, rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+def departures(probe: Probe, tolerance: float, terms: Sequence[int]) -> list[Departure]:
+    """The departures that reach one of the terms, in the order of the program; none if not known.
+
+    Where the halves add up by chance, as the largest rows of each may be those of all, others are
+    tried.
+    """
+    rows, half, left = np.arange(probe.rows), probe.rows // 2, set(terms)
+    found: list[Departure] = []
     try:
-        programs = {len(part): _Program(probe, part) for part in parts}
-        runs = [_Run(programs[len(part)], probe.flat(probe.take(part))) for part in parts]
-        search = _Search(runs, tolerance)
-        found = [search.departure(i) for i in search.departures()]
-        return [departure for departure in found if departure.terms]
+        programs = {n: _Program(probe, rows[:n]) for n in (half, len(rows) - half, len(rows))}
+        for seed in range(4):
+            order = np.random.default_rng(seed).permutation(rows) if seed else rows
+            parts = [order, order[:half], order[half:]]
+            runs = [_Run(programs[len(part)], probe.flat(probe.take(part))) for part in parts]
+            search = _Search(runs, tolerance)
+            seen = [d._replace(terms=d.terms & left) for d in search.harmful()]
+            found += [departure for departure in seen if departure.terms]
+            left -= {term for departure in seen for term in departure.terms}
+            if not left:
+                return found
     except Exception:  # what cannot be taken apart tells nothing
         return []
+    return found
 
 
 class _Program:
@@ -127,20 +147,41 @@ class _Search:
         for var, *xs in zip(jaxpr.invars, *(run.inputs for run in runs), strict=True):
             self.kinds[var] = SAME if len({x.shape for x in xs}) == 1 else ROW
 
-    def departures(self) -> list[int]:
-        """The operations that depart, each found with all before it set right."""
+    def harmful(self) -> Iterator[Departure]:
+        """The departures without which, and what follows from them, halves would add up."""
         given = [self._shares(half, i == 0) for i, half in enumerate(self.halves)]
+
+        def wrong(on: Sequence[bool]) -> frozenset[int]:
+            ends = [half(g, on)[1] for half, g in zip(self.halves, given)]
+            return self._changed([a + b for a, b in zip(*ends, strict=True)])
+
+        deviating, found = wrong(self.off), self._departures(given)
+        for i in found:
+            behind = {i, *(k for k, _ in self._later(i))}
+            on = [k in found and k not in behind for k in range(len(self.eqns))]
+            terms = deviating & wrong(on) & self._shifted_terms(i)
+            if terms:
+                yield self._departure(i, terms)
+
+    def _changed(self, ends: Sequence[Any]) -> frozenset[int]:
+        """The terms of which total or weight is not the full batch's."""
+        pairs = enumerate(zip(self.ends, ends, strict=True))
+        number = len(self.ends) // 2
+        return frozenset(k % number for k, (a, b) in pairs if not self._equal(a, b))
+
+    def _departures(self, given: Sequence[Any]) -> list[int]:
+        """The operations that depart, each found with all before it set right."""
         on = list(self.off)
         found: list[int] = []
         while len(found) < _MOST:
             outs = [half(g, on)[0] for half, g in zip(self.halves, given)]
             first = found[-1] + 1 if found else 0
             i = self._next(first, outs)
-            if i is None or self.eqns[i][0].primitive.name in _MOVES:
+            if i is None:
                 break
             found.append(i)
             on[i] = True
-            for var, *others in zip(*(eqn.outvars for eqn in self.eqns[i])):
+            for var, *others in zip(*(eqn.outvars for eqn in self.eqns[i]), strict=True):
                 same = all(var.aval.shape == other.aval.shape for other in others)
                 self.kinds[var] = SAME if same else ROW
         return found
@@ -156,10 +197,12 @@ class _Search:
     def _next(self, start: int, outs: Sequence[Any]) -> int | None:
         """The next operation whose result is not the full batch's."""
         for i in range(start, len(self.eqns)):
-            eqn, made_of = self.eqns[i][0], self.made_of(i)
+            eqn, made_of = self.eqns[i][0], self._made_of(i)
             for k, var in enumerate(eqn.outvars):
                 values = [self.results[i][k], *(out[i][k] for out in outs)]
                 kind = self._kind(values, made_of, eqn.primitive.name)
+                if kind is None and eqn.primitive.name in _MOVES:
+                    kind = LOST
                 if kind is None:
                     return i
                 self.kinds[var] = kind
@@ -168,32 +211,43 @@ class _Search:
     def _kind(self, values: Sequence[Any], made_of: set[str], primitive: str) -> str | None:
         """What the values of one variable are; `None` for those that depart."""
         full, first, second = values
+        data = made_of & {ROW, SUM, LOST}
         if len({np.shape(x) for x in values}) > 1:
             shares = _share(full, first.shape, True), _share(full, second.shape, False)
-            if all(self._equal(*pair) for pair in zip(shares, (first, second))):
+            if data and all(self._equal(*pair) for pair in zip(shares, (first, second))):
                 return ROW
+            if LOST in made_of:
+                return LOST
         elif self._equal(full, first) and self._equal(full, second):
             return SAME
-        elif full.dtype != bool and primitive not in _SELECTS and self._equal(full, first + second):
+        elif (
+            full.dtype != bool
+            and primitive not in _SELECTS
+            and self._equal(full, first + second, _size(first) + _size(second))
+        ):
             return SUM
-        if made_of & {ROW, SUM}:
+        if data:
             return None
         drawn = RANDOM in made_of or primitive.startswith(("random_", "threefry", "rng_"))
         return RANDOM if drawn else PLACE if np.ndim(full) else SIZE
 
-    def _equal(self, a: Any, b: Any) -> bool:
+    def _equal(self, a: Any, b: Any, size: Any = 0.0) -> bool:
+        """Whether numbers are the same to rounding, of their own size or of some of the others'."""
         a, b = np.asarray(a), np.asarray(b)
         if not jnp.issubdtype(a.dtype, jnp.inexact):
             return bool(np.array_equal(a, b))
         kind = np.complex128 if np.iscomplexobj(a) else np.float64
         a, b = a.astype(kind), b.astype(kind)
-        odd = ~np.isfinite(a)
+        odd = ~np.isfinite(a) | ~np.isfinite(b)
         if not np.array_equal(a[odd], b[odd], equal_nan=True):
             return False
         a, b = np.where(odd, 0, a), np.where(odd, 0, b)
-        return distance(a, b, np.maximum(np.abs(a), np.abs(b))) <= self.tolerance
+        # Not of the largest: that may be what a mask puts in.
+        size = np.maximum(np.maximum(np.abs(a), np.abs(b)), size)
+        some = np.quantile(size, 0.25) if a.size else 0.0
+        return bool(np.all(np.abs(a - b) <= self.tolerance * (size + some)))
 
-    def made_of(self, i: int) -> set[str]:
+    def _made_of(self, i: int) -> set[str]:
         """What goes into an operation."""
         found: set[str] = set()
         for atoms in zip(*(eqn.invars for eqn in self.eqns[i]), strict=True):
@@ -203,26 +257,24 @@ class _Search:
                 found.add(self.kinds.get(atoms[0], SIZE))
         return found - {SAME}
 
-    def _terms(self, i: int) -> frozenset[int]:
+    def _shifted_terms(self, i: int) -> frozenset[int]:
         """The terms of the full batch that change if all of a result is shifted."""
         given, on = list(self.nothing), list(self.off)
         on[i] = True
-        changed = set()
+        changed: frozenset[int] = frozenset()
         for sign in (1, -1):
             given[i] = [_shifted(x, sign) for x in self.results[i]]
-            ends = self.full(given, on)[1]
-            pairs = enumerate(zip(self.ends, ends, strict=True))
-            changed |= {k % (len(ends) // 2) for k, (a, b) in pairs if not self._equal(a, b)}
-        return frozenset(changed)
+            changed |= self._changed(self.full(given, on)[1])
+        return changed
 
-    def departure(self, i: int) -> Departure:
+    def _departure(self, i: int, terms: frozenset[int]) -> Departure:
         """What there is to say of an operation."""
         eqn, line = self.eqns[i][0], programs.where(self.eqns[i][0])
         divides = eqn.primitive.name == "div" and self.kinds.get(_var(eqn.invars[1])) == SUM
         returns = any(self.kinds[v] == ROW for v in eqn.outvars)
         values = set(eqn.outvars)
         inverses = values if eqn.primitive.name == "rsqrt" else set()
-        for later in self._later(i):
+        for _, later in self._later(i):
             name, atoms = later.primitive.name, [_var(a) for a in later.invars]
             line = line or programs.where(later)
             divides |= (name == "div" and atoms[1] in values) or (
@@ -232,16 +284,16 @@ class _Search:
             if not any(self.kinds.get(a) == ROW for a in atoms if a not in values | inverses):
                 turned = name in ("div", "rsqrt") or bool(inverses & set(atoms))
                 (inverses if turned else values).update(later.outvars)
-        made_of = frozenset(self.made_of(i))
-        return Departure(eqn.primitive.name, line, made_of, divides, returns, self._terms(i))
+        made_of = frozenset(self._made_of(i))
+        return Departure(eqn.primitive.name, line, made_of, divides, returns, terms)
 
-    def _later(self, i: int) -> Iterator[Any]:
-        """The operations made of the results of one."""
+    def _later(self, i: int) -> Iterator[tuple[int, Any]]:
+        """The operations made of the results of one, with their numbers."""
         made = set(self.eqns[i][0].outvars)
-        for eqn, *_ in self.eqns[i + 1 :]:
+        for k, (eqn, *_) in enumerate(self.eqns[i + 1 :], start=i + 1):
             if any(_var(a) in made for a in eqn.invars):
                 made.update(eqn.outvars)
-                yield eqn
+                yield k, eqn
 
 
 def _var(atom: Any) -> Any:
@@ -263,6 +315,10 @@ def _share(x: Any, shape: tuple[int, ...], first: bool) -> Any:
     if len(shape) != x.ndim or any(part > whole for part, whole in zip(shape, x.shape)):
         return np.zeros(shape, x.dtype)
     return x[tuple(slice(n) if first else slice(m - n, None) for n, m in zip(shape, x.shape))]
+
+
+def _size(x: Any) -> Any:
+    return np.abs(np.asarray(x, np.complex128))
 
 
 def _shifted(x: Any, sign: int) -> Any:
