@@ -226,6 +226,63 @@ def assert_values(got, want):
     assert tuple(map(float, got)) == want
 
 
+def total(w, x):
+    return jnp.sum(w * x)
+
+
+def combined(fn, *, check_vma):
+    """An output of a `microbatch`, and the same beside a loss."""
+
+    def loss_fn(w, x):
+        return ja.mean(w * x), fn(w, x)
+
+    g = ja.microbatch(fn, num_microbatches=1, axis_name="data")
+    f = ja.value_and_grad(loss_fn, num_microbatches=1, axis_name="data", has_aux=True)
+    specs = {"mesh": MESH, "in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    args = jnp.float32(1), jnp.arange(1.0, 9.0)
+    aux_fn = jax.shard_map(lambda w, x: f(w, x)[0][1], **specs)
+    return jax.jit(jax.shard_map(g, **specs)), jax.jit(aux_fn), args
+
+
+COUNTED_TWICE = {
+    lambda w, x: ja.Sum(psum(total(w, x))): "`output`, a `ja.Sum`, is",
+    lambda w, x: {
+        "n": ja.Sum(opaque_p.bind(jnp.tanh(psum(total(w, x)))))
+    }: r"`output\['n'\]`, a `ja",
+    lambda w, x: ja.Mean(jnp.tanh(psum(total(w, x))), jnp.sum(x > 2)): "the total of `output` is",
+    lambda w, x: ja.Mean(total(w, x), psum(jnp.sum(x > 2))): "the weight of `output` is",
+}
+COUNTED_ONCE = {
+    lambda w, x: ja.Sum(total(w, x) - lax.pmean(total(w, x), "data")): 0,
+    lambda w, x: ja.Sum(jnp.float32(1)): 4,
+    lambda w, x: ja.Mean(psum(total(w, x)), psum(jnp.sum(x > 2))): 6,
+    lambda w, x: ja.Mean(lax.pmean(total(w, x), "data"), 1.0): 9,
+    lambda w, x: ja.Last(psum(total(w, x))): 36,
+    lambda w, x: ja.Max(psum(total(w, x))): 36,
+}
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize(("fn", "message"), COUNTED_TWICE.items())
+def test_outputs_that_would_count_once_for_each_device(fn, message, check_vma):
+    *routes, args = combined(fn, check_vma=check_vma)
+    for route in routes:
+        with pytest.raises(ValueError, match=message + ".* the same on each device, as a `psum`"):
+            route(*args)
+
+
+@pytest.mark.parametrize(("fn", "value"), COUNTED_ONCE.items())
+def test_outputs_that_may_hold_what_is_the_same_on_each_device(fn, value):
+    *routes, args = combined(fn, check_vma=False)
+    assert [float(route(*args)) for route in routes] == [value, value]
+
+
+def test_a_function_of_a_reduced_total_needs_a_weight_like_it():
+    """Over this device's own count it would be a device count too large."""
+    with pytest.raises(ValueError, match=r"the total of `loss\['a'\]` is the same on each device"):
+        over_devices(lambda w, x: {"a": ja.Mean(jnp.tanh(psum(total(w, x))), jnp.sum(x > 0))})
+
+
 # What a program does beside its results
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxaccum.core import labels, primitives, programs
 from jaxaccum.diagnostics.probes import Probe
-from jaxaccum.folds import devices
+from jaxaccum.folds import local_values
 from jaxaccum.folds.losses import Loss
 
 
@@ -70,7 +70,7 @@ def structural(probe: Probe, program: programs.Program, rows: Any) -> list[Findi
     if probe.axes:
         try:
             both = probe.stage(rows, devices=2)
-            devices.check_undivided("", both, number, probe.axes)
+            local_values.check_undivided("", both, number, probe.axes)
         except ValueError:
             names = ", ".join(map(repr, probe.axes))
             found.append(

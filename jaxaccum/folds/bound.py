@@ -12,7 +12,7 @@ from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import as_float, divide
 from jaxaccum.core.reducers import Addition, Kept, Reducers, reducers_of_sums
 from jaxaccum.core.sums import WindowSums, cleared, kept_if
-from jaxaccum.folds import arguments, cut, devices, shards
+from jaxaccum.folds import arguments, cut, devices, local_values, shards
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.gradients import Differentiated
@@ -144,9 +144,11 @@ class Bound:
                 axis_env=self.axis_env,
             )
             if self.axes:
-                devices.check_undivided(
-                    self.options.function, loss.program, loss.terms.num_leaves, self.axes
-                )
+                name, n = self.options.function, loss.terms.num_leaves
+                local_values.check_undivided(name, loss.program, n, self.axes)
+                aux = jax.tree.unflatten(loss.aux_tree, loss.program.closed.out_avals[2 * n :])
+                terms = loss.paths()
+                local_values.check_outputs(name, loss.program, aux, self.axes, terms=terms)
             for other in self._losses.values():
                 check_same_outputs(self.options.function, loss, other)
             self._losses[size] = loss

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxaccum.core import checks, compat, dtypes, labels, primitives, programs
+from jaxaccum.core import checks, compat, dtypes
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import as_float, divide, kept_sum, wide
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Moments, Reducer
@@ -259,62 +259,3 @@ def widened(collective: Any, x: jax.Array) -> jax.Array:
     if half or x.dtype == jnp.bool_ or dtypes.promote(x) != x.dtype:
         return collective(x.astype(wide(x.dtype))).astype(x.dtype)
     return collective(x)
-
-
-def check_undivided(
-    function: str, program: programs.Program, number: int, names: Sequence[str]
-) -> None:
-    """Refuses a loss that was already reduced over the axes that the window reduces over.
-
-    A psum of the loss inside the loss function makes gradients a device count too large, without
-    an error. Collectives inside the model, such as synchronised batch statistics, are fine: what
-    is no multiple of their results may use them.
-
-    Args:
-      function: the public function's name.
-      program: the loss; its first `number` flat outputs are totals, the next `number` weights.
-      number: how many terms the loss has.
-      names: the mesh axes.
-    """
-    inputs = [None] * len(program.closed.in_avals)
-    found = labels.follow(program.closed, inputs, _reduced_over(frozenset(names))).outs
-    for position, collective in enumerate(found[: 2 * number]):
-        if collective is not None:
-            what = "total" if position < number else "weight"
-            raise ValueError(
-                f"{function}: the loss function takes a {collective} of its {what} over the axis "
-                f"{', '.join(map(repr, names))}, over which the window is reduced as well, so it "
-                "would count every device once more for each device. Return the local sum; "
-                "`axis_name` reduces it."
-            )
-
-
-def _reduced_over(names: frozenset[str]) -> programs.Rule:
-    """A rule that labels each value with the collective over `names` that it is a multiple of."""
-
-    def reduces(eqn: Any) -> bool:
-        alike = (primitives.SUM, primitives.EXTREME, primitives.GATHER)
-        known = primitives.is_known(eqn.primitive.name)
-        is_it = not known or any(programs.has(eqn, trait) for trait in alike)
-        return is_it and not names.isdisjoint(programs.axes_of(eqn))
-
-    def rule(eqn: Any, found: Sequence[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if reduces(eqn):
-            name = name.removesuffix("2").removesuffix("_invariant")
-            return [f"`{name}`"] * len(eqn.outvars)
-        if programs.has(eqn, primitives.MULTIPLE):
-            return labels.joined(eqn, found)
-        if primitives.is_known(name):
-            return [None] * len(eqn.outvars)
-        # It may hand on what it is given, or be a kernel of the model that was also given a
-        # statistic of all devices: the first is assumed where there is nothing else to work on,
-        # and where it holds a collective, which then may be its result.
-        given = [f for f, v in zip(found, eqn.invars, strict=True) if not programs.is_literal(v)]
-        label = labels.first(given) if None not in given else None
-        inside = (e for program in programs.programs_in(eqn) for e in programs.equations(program))
-        inner = next((e.primitive.name for e in inside if reduces(e)), None)
-        label = label or (inner and f"`{inner}`")
-        return [label and f"{label} behind `{name}`"] * len(eqn.outvars)
-
-    return rule

@@ -35,6 +35,10 @@ class Loss(NamedTuple):
         outs, n = self.program(*flat), self.terms.num_leaves
         return outs[:n], outs[n : 2 * n], jax.tree.unflatten(self.aux_tree, outs[2 * n :])
 
+    def paths(self) -> list[str]:
+        """How its terms are called in messages."""
+        return [f"loss{path}" for path in _paths(self.terms)]
+
     def weights_fn(
         self, function: str, differentiated: Sequence[bool]
     ) -> Callable[[Sequence[Any]], list[Any]]:

@@ -22,6 +22,7 @@ from jaxaccum.folds import arguments, cut, devices
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.cotangents import spread
+from jaxaccum.folds.local_values import check_outputs
 from jaxaccum.folds.losses import check_rows, check_same_marks
 from jaxaccum.folds.scan import Outcome, fold
 
@@ -107,6 +108,7 @@ class Replay:
             flat = self._flat(self.inputs, jnp.int32(0), self._first_rows(segment))
             program = programs.stage(self._call, *flat)
             check_rows(self.options.function, "outputs", program.out_shape, segment.rows)
+            check_outputs(self.options.function, program, program.out_shape, self.axes)
             for other in self.programs.values():
                 check_same_marks(self.options.function, program.out_shape, other.out_shape)
             self.programs[segment.rows] = program
