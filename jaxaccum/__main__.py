@@ -129,7 +129,7 @@ def _add_audit(commands: Any) -> None:
     parser.add_argument(
         "--assert-deferred",
         action="store_true",
-        help="exit with status 1 unless gradients are reduced once, outside of loops",
+        help="exit with status 1 if more than about one gradient is reduced",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="compile for N virtual CPU devices"

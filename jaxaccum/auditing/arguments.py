@@ -110,18 +110,12 @@ def roles_of(leaves: list[Leaf], gradient_like: Any) -> tuple[list[Leaf], list[L
         gradient = inside or of_first
         others = [leaf for leaf in leaves if leaf.path[:2] not in first]
     else:
-        given = [(path, np.shape(x), x) for path, x in jax.tree.leaves_with_path(gradient_like)]
         known = {leaf.shape: leaf.spec for leaf in reversed(leaves) if leaf.inexact}
-        gradient = [
-            Leaf(
-                jax.tree_util.keystr(path),
-                path,
-                shape,
-                jax.dtypes.result_type(x),
-                known.get(shape, ((),) * len(shape)),
-            )
-            for path, shape, x in given
-        ]
+        gradient = []
+        for path, x in jax.tree.leaves_with_path(gradient_like):
+            label, dtype = jax.tree_util.keystr(path), jax.dtypes.result_type(x)
+            spec = known.get(np.shape(x), ((),) * np.ndim(x))
+            gradient.append(Leaf(label, path, np.shape(x), dtype, spec))
         others = leaves
     gradient = [leaf for leaf in gradient if leaf.inexact]
     shapes = {leaf.shape for leaf in gradient}
