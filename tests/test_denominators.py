@@ -35,7 +35,7 @@ def box_only(w, batch):
 CASES = {  # the loss, its denominators, and what loss and gradient are
     "two terms": (detection, GIVEN, 29.25),
     "one term": (box_only, 1, 26.0),
-    "one term of a tuple": (lambda w, batch: (box_only(w, batch),), (2.0,), 13.0),
+    "one term of a tuple": (lambda w, batch: (box_only(w, batch),), (jnp.float32(2),), 13.0),
 }
 EACH = pytest.mark.parametrize(("loss_fn", "given", "want"), CASES.values(), ids=CASES)
 
@@ -110,6 +110,8 @@ def test_a_denominator_that_is_known_to_be_zero_is_refused(zero):
         one(ONE, (X, BOX), denominators=zero)
     with pytest.raises(ValueError, match=r"accumulate: `denominators\['box'\]` must be finite"):
         two(ONE, (X, BOX), denominators={"cls": 4, "box": zero})
+    with pytest.raises(ValueError, match="`denominators` must be finite"):  # known while tracing
+        jax.jit(lambda w: one(w, (X, BOX), denominators=zero))(ONE)
     with (
         jax.set_mesh(jax.make_mesh((4,), "data")),
         pytest.raises(ValueError, match="`denominators` must be finite"),

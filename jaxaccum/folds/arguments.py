@@ -164,7 +164,8 @@ def check_denominators(function: str, given: Any) -> None:
     checks.arrays(function, given, name="denominators", remedy=remedy)
     for path, leaf in jax.tree_util.tree_leaves_with_path(given):
         known = not isinstance(leaf, jax.core.Tracer) and np.ndim(leaf) == 0
-        if known and not (np.isfinite(leaf) and leaf != 0):
+        number = np.asarray(leaf if known else 1)  # of NumPy, also while something is traced
+        if not np.isfinite(number) or number == 0:
             raise ValueError(
                 f"{function}: `denominators{jax.tree_util.keystr(path)}` must be finite and not "
                 f"zero, got {leaf}. Pass what the term is to be divided by, or leave a term in "
