@@ -297,3 +297,12 @@ def test_gradient_reducers_that_are_refused(reducers, exception):
     f = ja.value_and_grad(fp8_loss, num_microbatches=2, grad_reducers=reducers)
     with pytest.raises(exception, match=r"`grad_reducers` must be"):
         f(SCALES, jnp.ones(4))
+
+
+@pytest.mark.parametrize("mark", [ja.Max, ja.Min])
+def test_extremes_of_complex_gradients_are_refused(mark):
+    f = ja.value_and_grad(
+        lambda w, x: ja.mean(jnp.abs(w * x) ** 2), num_microbatches=1, grad_reducers=mark
+    )
+    with pytest.raises(TypeError, match=r"`grad_reducers` must be .* complex64\[\]"):
+        f(jnp.complex64(1), jnp.ones(2))

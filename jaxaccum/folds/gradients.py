@@ -11,7 +11,17 @@ from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
-from jaxaccum.core.reducers import Addition, Concat, Concatenation, Kept, Mark, Reducer, Sum
+from jaxaccum.core.reducers import (
+    Addition,
+    Concat,
+    Concatenation,
+    Kept,
+    Mark,
+    Maximum,
+    Minimum,
+    Reducer,
+    Sum,
+)
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.shards import Shard, shard_of
@@ -137,7 +147,14 @@ class Differentiated:
                 )
             return accumulator if choice is Sum else choice.reducer
 
-        return self.spread("grad_reducers", self.options.grad_reducers, reducer, of="gradients")
+        found = self.spread("grad_reducers", self.options.grad_reducers, reducer, of="gradients")
+        for leaf, chosen in zip(self.leaves, found, strict=True):
+            if isinstance(chosen, Maximum | Minimum) and jnp.iscomplexobj(leaf):
+                raise TypeError(
+                    f"{function}: `grad_reducers` must be `ja.Sum` or `ja.Last` for a complex "
+                    f"parameter, which has no order, got an extreme for {checks.describe(leaf)}."
+                )
+        return found
 
     def gradients(self, values: list[Any], reducers: list[Reducer]) -> tuple[Any, Any]:
         """The gradient tree of `argnums`, and the tree of its leaves' reducers."""
