@@ -183,27 +183,31 @@ def pack(
         pieces += [tokens[i : i + length] for i in range(0, len(tokens), length)]
     if not pieces:
         raise ValueError("pack: `sequences` holds no tokens.")
-    rows: list[list[np.ndarray]] = []
-    room = _Rooms(len(pieces), length)
-    for piece in pieces:
-        row = room.take(len(piece))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(piece)
+    row_of = _first_fit([len(piece) for piece in pieces], length)
+    shape = (max(row_of) + 1, length)
     packed = PackedBatch(
-        np.full((len(rows), length), padding, np.int32),
-        np.zeros((len(rows), length), np.int32),
-        np.zeros((len(rows), length), np.int32),
+        np.full(shape, padding, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     )
-    for row, members in enumerate(rows):
-        start = 0
-        for segment, piece in enumerate(members, start=1):
-            span = slice(start, start + len(piece))
-            packed.tokens[row, span] = piece
-            packed.segment_ids[row, span] = segment
-            packed.positions[row, span] = np.arange(len(piece))
-            start += len(piece)
+    start, segment = np.zeros(shape[0], int), np.zeros(shape[0], int)
+    for row, piece in zip(row_of, pieces, strict=True):
+        span = slice(start[row], start[row] + len(piece))
+        segment[row] += 1
+        packed.tokens[row, span] = piece
+        packed.segment_ids[row, span] = segment[row]
+        packed.positions[row, span] = np.arange(len(piece))
+        start[row] = span.stop
     return packed
+
+
+def _first_fit(sizes: Sequence[int], length: int) -> list[int]:
+    """For each size the first row that has room for it."""
+    free, used, rows = np.full(len(sizes), length), 0, []
+    for size in sizes:
+        row = int(np.argmax(free[: used + 1] >= size))
+        free[row] -= size
+        used = max(used, row + 1)
+        rows.append(row)
+    return rows
 
 
 def _tokens(sequence: Any) -> np.ndarray | None:
@@ -214,26 +218,6 @@ def _tokens(sequence: Any) -> np.ndarray | None:
         return None
     integers = np.issubdtype(tokens.dtype, np.integer) or not tokens.size
     return tokens if tokens.ndim == 1 and integers else None
-
-
-class _Rooms:
-    """The free tokens of each row, as a tree of maxima: the first fit in logarithmic time."""
-
-    def __init__(self, number: int, length: int):
-        self.leaves = 1 << (number - 1).bit_length()
-        self.free = np.full(2 * self.leaves, length)
-
-    def take(self, tokens: int) -> int:
-        """The first row with room for `tokens`, which are then taken from it."""
-        node = 1
-        while node < self.leaves:
-            node = 2 * node + (self.free[2 * node] < tokens)
-        row = node - self.leaves
-        self.free[node] -= tokens
-        while node > 1:
-            node //= 2
-            self.free[node] = max(self.free[2 * node], self.free[2 * node + 1])
-        return int(row)
 
 
 def example_keys(key: jax.Array, batch_size: int, *, start: Any = 0) -> jax.Array:
