@@ -138,8 +138,8 @@ class _Experiment:
                 "Take the key as the keyword `key` of the loss function and pass `key=` to the "
                 "window, or put `ja.example_keys` into the batch.",
             )
-        places = [d for d in self.seen if PLACE in d.made_of or d.primitive != "reduce_sum"]
-        line = f", in {places[0]}" if places else ""
+        moved = [d for d in self.seen if PLACE in d.made_of or d.primitive != "reduce_sum"]
+        line = f", in {moved[0]}" if moved else ""
         return Finding(
             "row_order",
             f"{self.name} depends on the order of the rows, which a cut changes{line}.",
