@@ -14,7 +14,7 @@ from jaxaccum.core.reducers import Sum
 from jaxaccum.core.sums import finalize, is_empty
 from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
 from jaxaccum.folds import faults
-from jaxaccum.folds.arguments import NOTHING, positional
+from jaxaccum.folds.arguments import NOTHING, check_not_of_call, positional
 from jaxaccum.folds.donation import Step
 from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
 from jaxaccum.folds.inner import in_one_precision
@@ -342,6 +342,7 @@ def _window_fn(loss_fn: Any, window_options: dict[str, Any], *, scales: bool) ->
             )
     else:
         unknown = window_options.keys() - inspect.signature(accumulate).parameters.keys()
+        check_not_of_call("train_step", unknown, ("key", "num_real", "denominators"))
         if unknown:
             raise TypeError(
                 f"train_step: `{min(unknown)}` is no keyword of `ja.accumulate`, whose options a "

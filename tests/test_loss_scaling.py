@@ -380,3 +380,15 @@ def test_a_streams_state_without_a_scale_is_refused():
         scaled.update(w, plain.init(w))
     with pytest.raises(ValueError, match="made with `loss_scale`"):
         plain.update(w, scaled.init(w))
+
+
+@pytest.mark.parametrize("factory", [ja.accumulate, ja.value_and_grad, ja.window_axis.accumulate])
+def test_a_scale_belongs_to_the_call(factory):
+    with pytest.raises(TypeError, match=r"`loss_scale` is a keyword of the call.*loss_scale=\.\."):
+        factory(linear, num_microbatches=2, loss_scale=2.0)
+    with pytest.raises(TypeError, match=r"`unroll` is a keyword of where the function is made"):
+        factory(linear, num_microbatches=2)(half(2)[0], half(1, 3), unroll=2)
+    with pytest.raises(TypeError, match=r"train_step: `key` is a keyword of the call"):
+        ja.train_step(linear, optax.sgd(1.0), num_microbatches=2, key=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        factory(linear, num_microbatches=2, nonsense=2)

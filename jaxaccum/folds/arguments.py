@@ -1,9 +1,10 @@
 """The checked arguments of a window: the options of the factory, the keywords of the call."""
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import numpy as np
 from jaxaccum.core import checks
 from jaxaccum.folds import faults
 from jaxaccum.numerics import accumulators
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,35 @@ class Given(NamedTuple):
     model_state: Any = None
 
 
+def check_not_of_call(function: str, names: Iterable[str], of_call: Sequence[str]) -> None:
+    """Refuses keywords of a call among those of a factory.
+
+    Raises:
+      TypeError: there is one.
+    """
+    for name in sorted(set(of_call) & set(names)):
+        raise TypeError(
+            f"{function}: `{name}` is a keyword of the call, but came where the function is made. "
+            f"Pass it each time, `f(params, batch, {name}=...)`."
+        )
+
+
+def factory(*of_call: str) -> Callable[[Factory], Factory]:
+    """Makes a factory say of a keyword `of_call` where it belongs."""
+
+    def decorate(fn: Factory) -> Factory:
+        own = inspect.signature(fn).parameters
+
+        @functools.wraps(fn)
+        def factory_fn(*args: Any, **options: Any) -> Any:
+            check_not_of_call(fn.__name__, options.keys() - own.keys(), of_call)
+            return fn(*args, **options)
+
+        return cast(Factory, factory_fn)
+
+    return decorate
+
+
 # In the place of a positional argument that was not given.
 NOTHING: Any = object()
 
@@ -78,8 +110,13 @@ def positional(
       batch_argnums: those of the factory; `None` where they were not given.
 
     Raises:
-      TypeError: there are such keywords, or there is no batch.
+      TypeError: there are such keywords, those of the factory among them, or there is no batch.
     """
+    for name in sorted(inputs.keys() & Options.__dataclass_fields__.keys()):
+        raise TypeError(
+            f"{function}: `{name}` is a keyword of where the function is made, but came in the "
+            f"call. Pass it there, `f = ja.{function}(loss_fn, {name}=...)`."
+        )
     if inputs:
         names = ", ".join(f"`{key}`" for key in inputs)
         raise TypeError(

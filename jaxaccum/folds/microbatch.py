@@ -5,12 +5,13 @@ from typing import Any
 
 from jaxaccum.core import checks
 from jaxaccum.folds import cut, devices, spmd
-from jaxaccum.folds.arguments import NOTHING, Options
+from jaxaccum.folds.arguments import NOTHING, Options, factory
 from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.replay import Replay
 from jaxaccum.numerics import accumulators
 
 
+@factory("key", "num_real")
 def microbatch(
     fn: Callable[..., Any],
     *,

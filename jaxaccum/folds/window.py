@@ -5,12 +5,13 @@ from typing import Any, Literal
 
 import jax
 
-from jaxaccum.folds.arguments import NOTHING, Given
+from jaxaccum.folds.arguments import NOTHING, Given, factory
 from jaxaccum.folds.bound import Bound
 from jaxaccum.folds.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
 from jaxaccum.numerics import accumulators
 
 
+@factory(*Given._fields)
 def accumulate(
     loss_fn: Callable[..., Any],
     *,
@@ -135,6 +136,7 @@ def accumulate(
     return WindowFn(options)
 
 
+@factory(*Given._fields)
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -235,6 +237,7 @@ def value_and_grad(
     return value_and_grad_fn
 
 
+@factory("key", "num_real", "model_state")
 def denominators(
     loss_fn: Callable[..., Any],
     *,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds.arguments import NOTHING, Given
+from jaxaccum.folds.arguments import NOTHING, Given, factory
 from jaxaccum.folds.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
 from jaxaccum.numerics import accumulators
 from jaxaccum.window_axis.bound import AxisBound, AxisOptions
@@ -32,6 +32,7 @@ class AxisWindowFn(WindowFn):
         return window_sums(self.options, every, given, AxisBound)
 
 
+@factory("key", "denominators", "loss_scale")
 def accumulate(
     loss_fn: Callable[..., Any],
     *,
@@ -119,6 +120,7 @@ def accumulate(
     )
 
 
+@factory("key", "denominators", "loss_scale")
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
