@@ -1,54 +1,90 @@
 """Exact gradient accumulation for JAX and Optax."""
 
-from jaxaccum import diagnostics as diagnostics
-from jaxaccum import interop as interop
-from jaxaccum import losses as losses
-from jaxaccum import per_example as per_example
-from jaxaccum import reporting as reporting
-from jaxaccum import rollouts as rollouts
-from jaxaccum import schedules as schedules
-from jaxaccum import window_axis as window_axis
-from jaxaccum.auditing import audit as audit
-from jaxaccum.batches import PackedBatch as PackedBatch
-from jaxaccum.batches import example_keys as example_keys
-from jaxaccum.batches import pack as pack
-from jaxaccum.batches import pad_batch as pad_batch
-from jaxaccum.batches import windows as windows
-from jaxaccum.core.mean import Mean as Mean
-from jaxaccum.core.mean import mean as mean
-from jaxaccum.core.reducers import Concat as Concat
-from jaxaccum.core.reducers import Last as Last
-from jaxaccum.core.reducers import Max as Max
-from jaxaccum.core.reducers import Min as Min
-from jaxaccum.core.reducers import Sum as Sum
-from jaxaccum.core.sums import Window as Window
-from jaxaccum.core.sums import WindowSums as WindowSums
-from jaxaccum.core.sums import finalize as finalize
-from jaxaccum.core.sums import merge as merge
-from jaxaccum.diagnostics.equivalence import check_equivalence as check_equivalence
-from jaxaccum.diagnostics.gradient_noise import NoiseScale as NoiseScale
-from jaxaccum.diagnostics.gradient_noise import noise_scale as noise_scale
-from jaxaccum.folds.cut import split as split
-from jaxaccum.folds.microbatch import microbatch as microbatch
-from jaxaccum.folds.model_state import Counted as Counted
-from jaxaccum.folds.stream import multi_steps as multi_steps
-from jaxaccum.folds.stream_length import until_weight as until_weight
-from jaxaccum.folds.stream_state import MultiStepsState as MultiStepsState
-from jaxaccum.folds.stream_state import flush as flush
-from jaxaccum.folds.stream_state import has_updated as has_updated
-from jaxaccum.folds.stream_state import state_specs as state_specs
-from jaxaccum.folds.window import accumulate as accumulate
-from jaxaccum.folds.window import denominators as denominators
-from jaxaccum.folds.window import value_and_grad as value_and_grad
-from jaxaccum.health import check_healthy as check_healthy
-from jaxaccum.numerics import accumulators as accumulators
-from jaxaccum.numerics import loss_scaling as loss_scaling
-from jaxaccum.planning import WindowPlan as WindowPlan
-from jaxaccum.planning import fit_microbatch as fit_microbatch
-from jaxaccum.planning import plan_window as plan_window
-from jaxaccum.training import StepInfo as StepInfo
-from jaxaccum.training import StepState as StepState
-from jaxaccum.training import TrainStep as TrainStep
-from jaxaccum.training import train_step as train_step
+from jaxaccum import (
+    diagnostics,
+    interop,
+    losses,
+    per_example,
+    reporting,
+    rollouts,
+    schedules,
+    window_axis,
+)
+from jaxaccum.auditing import audit
+from jaxaccum.batches import PackedBatch, example_keys, pack, pad_batch, windows
+from jaxaccum.core.mean import Mean, mean
+from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum
+from jaxaccum.core.sums import Window, WindowSums, finalize, merge
+from jaxaccum.diagnostics.equivalence import check_equivalence
+from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
+from jaxaccum.folds.cut import split
+from jaxaccum.folds.microbatch import microbatch
+from jaxaccum.folds.model_state import Counted
+from jaxaccum.folds.stream import multi_steps
+from jaxaccum.folds.stream_length import until_weight
+from jaxaccum.folds.stream_state import MultiStepsState, flush, has_updated, state_specs
+from jaxaccum.folds.window import accumulate, denominators, value_and_grad
+from jaxaccum.health import check_healthy
+from jaxaccum.numerics import accumulators, loss_scaling
+from jaxaccum.planning import WindowPlan, fit_microbatch, plan_window
+from jaxaccum.training import StepInfo, StepState, TrainStep, train_step
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Concat",
+    "Counted",
+    "Last",
+    "Max",
+    "Mean",
+    "Min",
+    "MultiStepsState",
+    "NoiseScale",
+    "PackedBatch",
+    "StepInfo",
+    "StepState",
+    "Sum",
+    "TrainStep",
+    "Window",
+    "WindowPlan",
+    "WindowSums",
+    "accumulate",
+    "accumulators",
+    "audit",
+    "check_equivalence",
+    "check_healthy",
+    "denominators",
+    "diagnostics",
+    "example_keys",
+    "finalize",
+    "fit_microbatch",
+    "flush",
+    "has_updated",
+    "interop",
+    "loss_scaling",
+    "losses",
+    "mean",
+    "merge",
+    "microbatch",
+    "multi_steps",
+    "noise_scale",
+    "pack",
+    "pad_batch",
+    "per_example",
+    "plan_window",
+    "reporting",
+    "rollouts",
+    "schedules",
+    "split",
+    "state_specs",
+    "train_step",
+    "until_weight",
+    "value_and_grad",
+    "window_axis",
+    "windows",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names; `import jaxaccum` binds its packages beside them."""
+    return __all__
