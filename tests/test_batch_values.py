@@ -191,10 +191,8 @@ NOTHING = {
     "per_example": ja.value_and_grad(
         ja.per_example.clip(lambda p, x: ja.mean(x), 1.0), num_microbatches=3
     ),
-    "window axis": ja.value_and_grad(
-        lambda p, x: ja.mean(x + 0 * jax.lax.pmean(jnp.mean(x), "window")),
-        num_microbatches=2,
-        window_axis_name="window",
+    "window axis": ja.window_axis.value_and_grad(
+        lambda p, x: ja.mean(x + 0 * jax.lax.pmean(jnp.mean(x), "window")), num_microbatches=2
     ),
 }
 

@@ -103,6 +103,51 @@ def test_windows(params, rows, dtype, number, size, skip, accumulator, num_real)
             np.testing.assert_array_equal(np.float64(grad.real), sum(kept))
 
 
+ARGUMENTS = {
+    "w": np.float32(3),
+    "s": np.array([1, 2], np.float32),
+    "x": np.array([1, -2, 3, 0, 2, 5, -1, 4], np.float32),
+    "y": np.array([2, 1, 0, -3, 4, 2, 2, -1], np.float32),
+}
+
+
+def answers_by_name():
+    """The loss `mean((w * sum(s) * x - y)**2)` and its gradients, in float64."""
+    w, s, x, y = (np.float64(a) for a in ARGUMENTS.values())
+    error = w * s.sum() * x - y
+    of_s = np.mean(2 * error * w * x) * np.ones(2)
+    of_w, of_x = np.mean(2 * error * s.sum() * x), 2 * error * w * s.sum() / 8
+    return np.mean(error**2), {"w": of_w, "s": of_s, "x": of_x, "y": -2 * error / 8}
+
+
+@settings(FEW, max_examples=12)
+@given(
+    st.permutations("wsxy"),
+    st.permutations("xy"),
+    st.lists(st.sampled_from("wsxy"), min_size=1, unique=True),
+    st.sampled_from([0, 4]),
+    st.integers(1, 8),
+    st.booleans(),
+)
+def test_positions_in_any_order(order, cut, asked, back, number, combined):
+    def loss_fn(*args):
+        w, s, x, y = (dict(zip(order, args, strict=True))[name] for name in "wsxy")
+        return ja.mean((w * s.sum() * x - y) ** 2)
+
+    options = {
+        "argnums": [order.index(name) - back for name in asked],
+        "batch_argnums": [order.index(name) - back for name in cut],
+        "num_microbatches": number,
+    }
+    if combined:
+        f = jax.value_and_grad(ja.microbatch(loss_fn, **options), tuple(options["argnums"]))
+    else:
+        f = ja.value_and_grad(loss_fn, **options)
+    got = f(*[jnp.asarray(ARGUMENTS[name]) for name in order])
+    loss, grads = answers_by_name()
+    jax.tree.map(np.testing.assert_array_equal, got, (loss, tuple(grads[n] for n in asked)))
+
+
 @FEW
 @given(
     STRANGE_TREES, STRANGE_TREES, st.sampled_from([jnp.float32(1), 1.0, None, "a", ja.Mean(1, 1)])
