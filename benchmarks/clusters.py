@@ -233,7 +233,7 @@ def stream(mesh: Mesh, params: Any, num_microbatches: int) -> tuple[Any, Any]:
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         sums = local(params, batch)
-        updates, state = tx.update(sums.grads, state, params, weight=sums.weight)
+        updates, state = tx.update(sums, state, params)
         return optax.apply_updates(params, updates), state
 
     shard = functools.partial(jax.shard_map, mesh=mesh)

@@ -48,7 +48,7 @@ undivided = ja.accumulate(loss_fn, num_microbatches=1)
 def micro_step(params, state, batch, key):
     key, used = jax.random.split(key)
     sums = undivided(params, batch, key=used)
-    updates, state = tx.update(sums.grads, state, params, weight=sums.weight)
+    updates, state = tx.update(sums, state, params)
     return optax.apply_updates(params, updates), state, key
 
 

@@ -41,7 +41,7 @@ undivided = ja.accumulate(loss_fn, num_microbatches=1)
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def micro_step(params, state, batch):
     sums = undivided(params, batch)
-    updates, state = tx.update(sums.grads, state, params, weight=sums.weight)
+    updates, state = tx.update(sums, state, params)
     return optax.apply_updates(params, updates), state, ja.Mean(sums.loss, sums.weight)
 
 

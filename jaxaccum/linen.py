@@ -11,9 +11,11 @@ from flax.training import train_state
 
 from jaxaccum.core import checks
 from jaxaccum.core.reducers import Max, Sum
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds.arguments import NOTHING, positional
 from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.donation import Step
+from jaxaccum.folds.inner import of_trained
 from jaxaccum.folds.model_state import CHOICES
 from jaxaccum.folds.stream_state import find_states, has_updated
 from jaxaccum.numerics import loss_scaling
@@ -67,7 +69,7 @@ class TrainState(train_state.TrainState):
                 f"{sorted(collections)}. Pass what `model.init` returned."
             )
         params = collections.pop("params")
-        opt_state = tx.init(params)
+        opt_state = of_trained(tx).init(params)
         if OVERWRITE in collections:
             params = {"params": params, OVERWRITE: collections.pop(OVERWRITE)}
         return cls(
@@ -90,17 +92,23 @@ class TrainState(train_state.TrainState):
         """One call of the optimizer; `step` grows where it applied an optimizer step.
 
         Args:
-          grads: in the structure of `params`. Those of `_overwrite_with_gradient` replace it.
+          grads: in the structure of `params`, or, for a `ja.multi_steps`, the `ja.WindowSums` of
+            it. Those of `_overwrite_with_gradient` replace it. The optimizer does not see leaves
+            without a gradient (integers, keys), which stay as they are.
           **kwargs: `weight=` and other extra arguments of the optimizer; new values of other
             fields, such as `collections=`.
         """
         names = [field.name for field in dataclasses.fields(self)]
         fields = {name: kwargs.pop(name) for name in names if name in kwargs}
-        whole, gradients = _by_collection(self.params), _by_collection(grads)
-        tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(
-            gradients["params"], self.opt_state, whole["params"], **kwargs
-        )
+        sums = grads if isinstance(grads, WindowSums) else None
+        whole = _by_collection(self.params)
+        gradients = _by_collection(grads if sums is None else sums.grads)
+        given = gradients["params"]
+        if sums is not None:
+            marks = None if OVERWRITE in whole else sums.grad_reducers
+            given = dataclasses.replace(sums, grads=given, grad_reducers=marks)
+        tx = of_trained(self.tx)
+        updates, opt_state = tx.update(given, self.opt_state, whole["params"], **kwargs)
         params = optax.apply_updates(whole["params"], updates)
         if OVERWRITE in whole:
             params = {"params": params, OVERWRITE: gradients[OVERWRITE]}

@@ -19,6 +19,7 @@ from jaxaccum.core.mean import Mean, divide, wide
 from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum, is_marked
 from jaxaccum.folds.batch import Batch, checked_argnums
 from jaxaccum.folds.handover import own_buffer
+from jaxaccum.folds.inner import EveryWindow
 
 __all__ = ["NoiseState", "add_noise", "clip", "noise", "transform"]
 
@@ -350,16 +351,20 @@ def add_noise(
     return jax.tree.unflatten(tree, [noisy(*pair) for pair in enumerate(leaves)])
 
 
-class NoiseState(NamedTuple):
-    """The state of `noise`.
+class _Noise(NamedTuple):
+    key: jax.Array
+    optimizer_step: jax.Array
+
+
+class NoiseState(_Noise, EveryWindow):
+    """The state of `noise`; a window in which nothing was sampled needs its noise too.
 
     Attributes:
       key: the PRNG key that all windows' keys come from.
       optimizer_step: how many windows have been given noise; int32 scalar.
     """
 
-    key: jax.Array
-    optimizer_step: jax.Array
+    __slots__ = ()
 
 
 def noise(
@@ -368,7 +373,8 @@ def noise(
     """`add_noise` as the first part of an optimizer, with new noise in every optimizer step.
 
     `optax.chain(noise(...), optax.sgd(0.1))` inside `ja.train_step` or `ja.multi_steps`, which call
-    the optimizer once per window.
+    the optimizer once per window: also for one of zero weight, in which nothing was sampled, and
+    for one that was left out as not finite. Its gradient is zero, with the noise of every other.
 
     Args:
       key: a PRNG key, the same on all devices; step `t` uses `fold_in(key, t)`.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaccum.core import checks, programs
+from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.reducers import Sum
 from jaxaccum.core.sums import finalize, is_empty
@@ -17,9 +17,10 @@ from jaxaccum.folds import faults
 from jaxaccum.folds.arguments import NOTHING, check_not_of_call, positional
 from jaxaccum.folds.donation import Step
 from jaxaccum.folds.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
-from jaxaccum.folds.inner import in_one_precision
+from jaxaccum.folds.inner import in_one_precision, sees_every_window, tried
+from jaxaccum.folds.leaves import is_none, still
 from jaxaccum.folds.model_state import check_given
-from jaxaccum.folds.stream_state import find_states
+from jaxaccum.folds.stream_state import check_no_window
 from jaxaccum.folds.window import accumulate
 from jaxaccum.folds.window_fn import WindowFn
 from jaxaccum.numerics import accumulators, loss_scaling, weights
@@ -165,6 +166,7 @@ def train_step(
       3.0 6.0 4.0
     """
     checks.transformation("train_step", "optimizer", optimizer)
+    check_no_window("train_step", "optimizer", optimizer)
     inner = in_one_precision(optimizer)
     loss_scale = loss_scaling.checked("train_step", loss_scale)
     window_fn = _window_fn(loss_fn, window_options, scales=loss_scale is not None)
@@ -182,12 +184,7 @@ def train_step(
                 "have a gradient. Call `ja.value_and_grad` on `params.fast` in a step of your own."
             )
         inner_state = inner.init(_trainable(params, marks))
-        if find_states(inner_state):
-            raise ValueError(
-                "train_step: `optimizer` holds a `ja.multi_steps`, but a step is a whole window. "
-                "Pass the optimizer itself and cut the batch with `num_microbatches`, or call "
-                "`multi_steps` in a loop of your own."
-            )
+        check_no_window("train_step", "optimizer", inner_state)
         # Some optimizers keep the parameters themselves: donating both would free them twice.
         inner_state, model_state = jax.tree.map(own_buffer, (inner_state, model_state))
         return first_state(inner_state, loss_scale, model_state)
@@ -223,64 +220,31 @@ def train_step(
         window = finalize(window_sums)
         trainable = _trainable(params, marks)
         grads = jax.tree.map(
-            lambda p, g: None if p is None else g, trainable, window.grads, is_leaf=_is_none
+            lambda p, g: None if p is None else g, trainable, window.grads, is_leaf=is_none
         )
-        counted = [
-            weights.pair("train_step", "weight", jnp.asarray(w))
-            for w in jax.tree.leaves(window.weight)
-        ]
-        largest = counted[0]
-        for other in counted[1:]:
-            bigger = weights.reaches(other, largest)
-            largest = jax.tree.map(lambda a, b, c=bigger: jnp.where(c, a, b), other, largest)
+        largest = weights.largest("train_step", jax.tree.leaves(window.weight))
         applying = ~is_empty(window_sums)
+        if sees_every_window(state.inner_state):
+            applying = jnp.ones_like(applying)
         bad = (window.num_microbatches == 0) & (window.num_skipped > 0)
         dropped, diverged = bad, state.diverged
         if limit is not None:
             dropped = bad | (applying & state.diverged)
             applying = applying & ~state.diverged
-        in_row = jnp.where(applying, 0, count_if(state.num_bad_in_row, bad))
+        in_row = jnp.where(applying & ~bad, 0, count_if(state.num_bad_in_row, bad))
         if limit is not None:
             diverged = diverged | (in_row >= limit)
         overflowed = window.num_skipped > 0
 
-        offering = True
-
-        def inner_fn(sums: Any, inner_state: Any, operands: Any) -> Any:
-            loss, params = operands
-            tree = jax.tree.unflatten(jax.tree.structure(grads), sums)
-            offered = {"value": loss, "grad": tree} if offering else {}
-            return *inner.update(tree, inner_state, params, **offered), APPLIED
-
-        def types_of_updates() -> Any:
-            # They are those that the updates have for gradients in the parameters' own types.
-            given = jax.tree.leaves(trainable), state.inner_state, operands
-            return programs.types_of(lambda *xs: inner_fn(*xs)[0], *given)
-
-        operands = (window.loss, trainable)
-        try:
-            types = types_of_updates()
-        except TypeError as error:
-            if "unexpected keyword" not in str(error):
-                raise
-            offering = False  # some take no extra arguments and pass none over, SAM is one
-            types = types_of_updates()
-        sums = jax.tree.leaves(grads)
-        updates, _, inner_state, _ = hand_over(
-            applying,
-            inner_fn,
-            sums,
-            state.inner_state,
-            operands,
-            types,
-            find_homes(types, jax.tree.structure(grads), range(len(sums)), sums),
+        updates, inner_state = _updated(
+            inner, applying, grads, window.loss, trainable, state.inner_state
         )
         new_params = jax.tree.map(
             lambda new, old, value: _replaced(old, value, applying) if new is None else new,
             optax.apply_updates(trainable, updates),
             params,
             window.grads,
-            is_leaf=_is_none,
+            is_leaf=is_none,
         )
         # Dropped windows leave the state as it was by themselves; those after `diverged` do not.
         model_state = jax.tree.map(
@@ -357,12 +321,49 @@ def _window_fn(loss_fn: Any, window_options: dict[str, Any], *, scales: bool) ->
     return window_fn
 
 
+def _updated(
+    inner: Any, applying: jax.Array, grads: Any, loss: Any, trainable: Any, inner_state: Any
+) -> tuple[Any, Any]:
+    """Updates and inner state of an optimizer step, taken where `applying`."""
+    structure, sums = jax.tree.structure(grads), jax.tree.leaves(grads)
+
+    def run(offering: bool, sums: Any, inner_state: Any, operands: Any) -> tuple[Any, Any]:
+        loss, params = operands
+        tree = jax.tree.unflatten(structure, sums)
+        offered = {"value": loss, "grad": tree} if offering else {}
+        updates, inner_state = inner.update(tree, inner_state, params, **offered)
+        return updates, inner_state
+
+    # Their types are those that the updates have for gradients in the parameters' own types.
+    operands = (loss, trainable)
+    trial = tried(
+        lambda *args: run(*args)[0], jax.tree.leaves(trainable), inner_state, operands, offers=True
+    )
+
+    def inner_fn(*args: Any) -> tuple[Any, Any, int]:
+        updates, inner_state = run(trial.takes_offers, *args)
+        return still(updates, trial.constant), inner_state, APPLIED
+
+    updates, _, inner_state, _ = hand_over(
+        applying,
+        inner_fn,
+        sums,
+        inner_state,
+        operands,
+        trial.types,
+        find_homes(trial.types, structure, sums),
+    )
+    return updates, inner_state
+
+
 def _check_state(state: Any, inner: Any, params: Any, marks: Any) -> None:
     """Requires the state of this optimizer and these parameters."""
     if not isinstance(state, StepState):
         raise TypeError(
             f"train_step: `state` must come from `init`, got {type(state).__name__}. For a plain "
-            "optimizer state: `init(params)._replace(inner_state=state)`."
+            "optimizer state: `init(params)._replace(inner_state=state)`; for one of "
+            "`optax.MultiSteps` the same with `state.inner_opt_state`, between two windows, or "
+            "`ja.interop.from_optax` and a `ja.multi_steps`."
         )
     like = jax.eval_shape(inner.init, _trainable(params, marks))
     remedy = "Pass the state that `init` made for this optimizer and these parameters."
@@ -401,7 +402,3 @@ def _replaced(parameter: Any, value: Any, applying: jax.Array) -> Any:
     if parameter is None or not is_inexact(parameter):
         return parameter
     return jnp.where(applying, value.astype(jnp.asarray(parameter).dtype), parameter)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None

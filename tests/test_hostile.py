@@ -11,8 +11,17 @@ import jaxaccum as ja
 ROWS = jnp.arange(1.0, 5.0)
 
 
+SGD = optax.sgd(1.0)
+
+
 def product(w, x):
     return ja.mean(w * x)
+
+
+def called(every):
+    """One call of a stream with this length of its windows."""
+    tx = ja.multi_steps(SGD, every)
+    return tx.update(jnp.float32(1), tx.init(jnp.float32(0)), weight=1)
 
 
 def test_a_nan_weight_is_skipped_with_its_micro_batch_only():
@@ -128,8 +137,8 @@ REFUSED = {
         "flush: `params` are needed",
     ),
     "sums as updates": (
-        lambda: stream().update(sums_of(product, 1.0), stream().init(1.0)),
-        "pass `sums.grads`",
+        lambda: stream().update(sums_of(product, 1.0), stream().init(1.0), weight=4),
+        "`weight` must not be given",
     ),
     "a half window": (
         lambda: stream(2.5),
@@ -138,6 +147,80 @@ REFUSED = {
     "until_weight without target": (lambda: stream(ja.until_weight), "without its target"),
     "a number as mean_args": (lambda: stream(mean_args=3), "`mean_args` must be a tuple"),
     "a number as axis": (lambda: window(axis_name=3), "`axis_name` must be the name"),
+    "no gradient for an array": (
+        lambda: stream().update(None, stream().init(jnp.ones(3)), jnp.ones(3)),
+        "`updates` is None, but the parameter has a gradient",
+    ),
+    "no gradient for one array": (
+        lambda: stream().update({"a": None}, stream().init({"a": jnp.ones(3)})),
+        r"`updates\['a'\]` is None",
+    ),
+    "no gradient in a window of one": (
+        lambda: stream(1).update(None, stream(1).init(jnp.ones(3))),
+        "`updates` is None",
+    ),
+    "a schedule of no length": (lambda: called(lambda step: 0), "`every`.* above 0, got 0"),
+    "a schedule of negative length": (lambda: called(lambda step: -step - 1), "`every`.*got -1"),
+    "a compiled schedule of no length": (
+        lambda: jax.jit(lambda: called(lambda step: jnp.int32(0)))(),
+        "`every`.*got 0",
+    ),
+    "a schedule of no weight": (
+        lambda: called(ja.until_weight(lambda step: 0.0)),
+        "`until_weight`.*got 0.0",
+    ),
+    "a window of Optax in a stream": (
+        lambda: ja.multi_steps(optax.MultiSteps(SGD, 2), 2),
+        "`inner` holds an `optax.MultiSteps`, so that one window would stand in another",
+    ),
+    "a transformation of it in a stream": (
+        lambda: ja.multi_steps(optax.MultiSteps(SGD, 2).gradient_transformation(), 2),
+        "`inner` holds an `optax.MultiSteps`",
+    ),
+    "a window of Optax in a chain in a stream": (
+        lambda: ja.multi_steps(
+            optax.chain(optax.MultiSteps(SGD, 2).gradient_transformation()), 2
+        ).init(jnp.ones(2)),
+        "multi_steps: `inner` holds an `optax.MultiSteps`",
+    ),
+    "a stream in a stream": (
+        lambda: ja.multi_steps(stream(), 2),
+        "`inner` holds a `ja.multi_steps`",
+    ),
+    "a stream in a chain in a stream": (
+        lambda: ja.multi_steps(optax.chain(SGD, stream()), 2).init(jnp.ones(2)),
+        "`inner` holds a `ja.multi_steps`",
+    ),
+    "a window of Optax in a step": (
+        lambda: ja.train_step(product, optax.MultiSteps(SGD, 2), num_microbatches=1),
+        "train_step: `optimizer` holds an `optax.MultiSteps`",
+    ),
+    "the name in Optax": (
+        lambda: ja.multi_steps(SGD, every_k_schedule=4),
+        "multi_steps: `every_k_schedule` is no keyword of this function. Pass `every`",
+    ),
+    "a state of Optax": (
+        lambda: stream().update(1.0, optax.MultiSteps(SGD, 2).init(1.0), 1.0),
+        "got MultiStepsState of Optax.*`ja.interop.from_optax",
+    ),
+    "a chain's state": (
+        lambda: stream().update(1.0, optax.chain(SGD, SGD).init(1.0), 1.0),
+        "`ja.interop.from_optax",
+    ),
+    "a state of Optax to flush": (
+        lambda: ja.flush(stream(), optax.MultiSteps(SGD, 2).init(1.0), 1.0),
+        "`ja.interop.from_optax",
+    ),
+    "a state of Optax to ask": (
+        lambda: ja.has_updated(optax.MultiSteps(SGD, 2).init(1.0)),
+        "has_updated: .*`ja.interop.from_optax",
+    ),
+    "a state of Optax in a step": (
+        lambda: ja.train_step(product, SGD, num_microbatches=1).step(
+            1.0, optax.MultiSteps(SGD, 2).init(1.0), ROWS
+        ),
+        "train_step: `state` must come from `init`.*`ja.interop.from_optax",
+    ),
     "two kinds of axes": (
         lambda: window(axis_name="a", spmd_axis_name="b"),
         "pass one of them",

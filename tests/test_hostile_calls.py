@@ -71,7 +71,7 @@ def multi(params=W, inner=SGD):
 
 def inner_state(step=0, state=None, tx=None):
     tx = stream() if tx is None else tx
-    return ja.interop.from_inner_state(tx, W, SGD.init(W) if state is None else state,
+    return ja.interop.from_inner_state(tx, SGD.init(W) if state is None else state, W,
                                        optimizer_step=step)  # fmt: skip
 
 
@@ -228,7 +228,7 @@ CALLS = {
         ),
         "gradient of integers": lambda: update(jnp.int32(1)),
         "gradient complex": lambda: update(1j * W),
-        "gradients as sums": lambda: update(sums()),
+        "a weight beside sums": lambda: update(sums(), weight=3),
         "state None": lambda: update(state=lambda s: None),
         "state of the optimizer": lambda: update(state=lambda s: s.inner_state),
         "state of other parameters": lambda: update(state=lambda s: stream().init(PARAMS)),
@@ -328,18 +328,18 @@ CALLS = {
         "start a fraction": lambda: ja.example_keys(KEY, 3, start=1.5),
     },
     "from_optax": {
-        "None": lambda: ja.interop.from_optax(stream(), W, None),
-        "other parameters": lambda: ja.interop.from_optax(stream(), PARAMS, multi()),
-        "other shapes": lambda: ja.interop.from_optax(stream(), jnp.ones(3), multi(jnp.ones(2))),
+        "None": lambda: ja.interop.from_optax(stream(), None, W),
+        "other parameters": lambda: ja.interop.from_optax(stream(), multi(), PARAMS),
+        "other shapes": lambda: ja.interop.from_optax(stream(), multi(jnp.ones(2)), jnp.ones(3)),
     },
     "from_inner_state": {
-        "no transformation": lambda: ja.interop.from_optax(None, W, multi()),
+        "no transformation": lambda: ja.interop.from_optax(None, multi(), W),
         "a plain optimizer": lambda: inner_state(tx=SGD),
         "another optimizer": lambda: inner_state(state=optax.adam(1.0).init(W)),
         "step a text": lambda: inner_state("a"),
         "step a fraction": lambda: inner_state(1.5),
     },
-    "to_optax": {"None": lambda: ja.interop.to_optax(None)},
+    "to_optax": {"None": lambda: ja.interop.to_optax(stream(), None, W)},
     "accumulators.plain": {
         "integers": lambda: ja.accumulators.plain(dtype=jnp.int32),
         "a text": lambda: ja.accumulators.plain(dtype="abc"),

@@ -404,6 +404,90 @@ def test_noise_in_a_stream_and_in_a_step():
         np.testing.assert_allclose(moved, windows[0], atol=1e-7)
 
 
+def private():
+    """A private optimizer on three parameters, and what it makes of three empty draws."""
+    tx = optax.chain(ja.per_example.noise(jax.random.key(1), **NOISE), optax.sgd(1.0, momentum=0.5))
+    params = jnp.array([1.0, -0.0, 3.0])
+    state, seen = tx.init(params), []
+    for _ in range(3):
+        updates, state = tx.update(jnp.zeros(3), state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(np.asarray(params))
+    return tx, seen
+
+
+def private_loss(w, x):
+    return ja.mean(w.sum() * x, where=x > 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ({}, {}),
+        ({"skip_nonfinite": "window", "max_bad_windows": 9}, {}),
+        ({"normalize": False}, {"denominators": 32.0}),
+        ({"every": 1}, {}),
+    ],
+    ids=["weighted", "skipping", "expected size", "one"],
+)
+def test_case_69_an_empty_draw_steps_in_a_stream(options, made):
+    """Nothing sampled in either call of a window: noise on the zero gradient, as without it."""
+    inner, want = private()
+    every = options.get("every", 2)
+    tx = ja.multi_steps(inner, **{"every": every, **options})
+    f = ja.accumulate(ja.per_example.clip(private_loss, CLIP), num_microbatches=2)
+    params = jnp.array([1.0, -0.0, 3.0])
+    state = tx.init(params)
+    for number, end in enumerate(want):
+        for _ in range(every):
+            updates, state = tx.update(f(params, jnp.zeros(4), **made), state, params)
+            params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(params, end)
+        assert ja.has_updated(state)
+        assert (state.optimizer_step, state.num_empty) == (number + 1, 0)
+    updates, after = ja.flush(tx, state, params)  # no window is open: no noise
+    assert not ja.has_updated(after)
+    np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
+
+
+@pytest.mark.parametrize("made", [{}, {"denominators": 32.0}], ids=["weighted", "expected size"])
+def test_case_69_an_empty_draw_steps_in_a_step(made):
+    inner, want = private()
+    clipped = ja.per_example.clip(private_loss, CLIP)
+    init, step = ja.train_step(clipped, inner, num_microbatches=2, donate=False)
+    params = jnp.array([1.0, -0.0, 3.0])
+    state = init(params)
+    for end in want:
+        params, state, info = step(params, state, jnp.zeros(4), **made)
+        np.testing.assert_array_equal(params, end)
+        assert info.updated
+    assert state.optimizer_step == 3
+
+
+@pytest.mark.parametrize("route", ["stream", "step"])
+def test_a_private_window_that_is_left_out_steps_too(route):
+    """As on a zero gradient; it is counted as left out all the same."""
+    inner, want = private()
+    params, bad = jnp.array([1.0, -0.0, 3.0]), jnp.array([1.0, jnp.inf, 1.0, 1.0])
+    options = {"skip_nonfinite": "window", "max_bad_windows": 2}
+    if route == "step":
+        init, step = ja.train_step(private_loss, inner, num_microbatches=2, donate=False, **options)
+        state = init(params)
+        for end in want[:2]:
+            params, state, _ = step(params, state, bad)
+            np.testing.assert_array_equal(params, end)
+    else:
+        tx = ja.multi_steps(inner, 2, **options)
+        state = tx.init(params)
+        for end in want[:2]:
+            for weight in (1, 2):
+                updates, state = tx.update(jnp.full(3, jnp.inf), state, params, weight=weight)
+                params = optax.apply_updates(params, updates)
+            np.testing.assert_array_equal(params, end)
+    assert (state.num_dropped, state.num_bad_in_row, state.optimizer_step) == (2, 2, 2)
+    assert state.diverged
+
+
 def test_noise_keeps_types():
     grads = {
         "a": jnp.zeros(4, jnp.bfloat16),

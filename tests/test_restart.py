@@ -410,7 +410,7 @@ def test_a_state_without_sums_cannot_accumulate():
     with pytest.raises(ValueError, match="was made for windows of one micro-step"):
         feed(longer, state, [1])
     state = interop.from_inner_state(
-        longer, jnp.float32(0), state.inner_state, optimizer_step=state.optimizer_step
+        longer, state.inner_state, jnp.float32(0), optimizer_step=state.optimizer_step
     )
     updates, state = feed(longer, state, [1, 2, 3, 6])
     assert (updates, state.optimizer_step) == (-3, 2)
@@ -430,7 +430,7 @@ def test_a_plain_optimizer_is_upgraded(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(Run(params, inner, micro_batches=3))
         old = checkpoints.restore(Run(params, plain.init(params)))
-    state = interop.from_inner_state(tx, old.params, old.state, optimizer_step=3)
+    state = interop.from_inner_state(tx, old.state, old.params, optimizer_step=3)
     for _ in range(2):
         updates, state = tx.update(grads, state, old.params)
     want, want_state = plain.update(grads, inner, params)
@@ -446,7 +446,7 @@ def test_an_open_optax_window_is_upgraded(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(Run(params, old, micro_batches=3))
         again = checkpoints.restore(Run(params, theirs.init(params)))
-    state = interop.from_optax(tx, params, again.state)
+    state = interop.from_optax(tx, again.state, params)
     updates, state = tx.update(jnp.float32(6), state, params)
     assert (updates, state.optimizer_step) == (-3, 1)
 

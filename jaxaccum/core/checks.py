@@ -4,14 +4,17 @@ A message names the function, what was expected (the argument in backticks), wha
 remedy.
 """
 
+import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "i"}
 
 
@@ -226,3 +229,28 @@ def mask(function: str, name: str, value: Any, shape: tuple[int, ...]) -> jax.Ar
             f"{function}: `{name}` must have the shape {shape}, got {describe(value)}."
         )
     return value
+
+
+def renamed(
+    function: str, **names: str
+) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """A decorator that answers keywords of another library with the names that they have here.
+
+    Args:
+      function: the public function's name, for messages.
+      **names: the other library's names, each with ours.
+    """
+
+    def decorate(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        @functools.wraps(fn)
+        def checked(*args: _Params.args, **named: _Params.kwargs) -> _Result:
+            for theirs, ours in names.items():
+                if theirs in named:
+                    raise TypeError(
+                        f"{function}: `{theirs}` is no keyword of this function. Pass `{ours}`."
+                    )
+            return fn(*args, **named)
+
+        return checked
+
+    return decorate

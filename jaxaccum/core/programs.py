@@ -223,6 +223,20 @@ def passed_on(program: Program) -> list[int | None]:
     return [found.get(id(out)) for out in evaluate(program.closed, tags, rule)]
 
 
+def constant(program: Program) -> list[bool]:
+    """For each flat output of a program whether it depends on none of its inputs."""
+    moving = object()
+
+    def rule(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+        if not any(x is moving for x in values):
+            return [None] * len(eqn.outvars)
+        inner = called(eqn)
+        return [moving] * len(eqn.outvars) if inner is None else evaluate(inner, values, rule)
+
+    outs = evaluate(program.closed, [moving] * len(program.closed.in_avals), rule)
+    return [out is not moving for out in outs]
+
+
 def pick(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     """The flagged ones of `values`."""
     return [x for x, flag in zip(values, flags, strict=True) if flag]

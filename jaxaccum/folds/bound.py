@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxaccum.core import compat, dtypes
 from jaxaccum.core.checks import all_finite, is_inexact
@@ -283,6 +284,10 @@ class Bound:
             denominators_given=given,
             model_state=state,
         )
+        if not (self.options.skips or self.options.drops):
+            # Known when tracing, so that a stream over devices need not ask how many there were.
+            none: Any = np.zeros((), np.int32)
+            sums = dataclasses.replace(sums, num_skipped=none)
         sums = cleared(sums)
         if not self.options.drops:
             return sums

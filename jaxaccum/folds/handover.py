@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import compat, dtypes
+from jaxaccum.folds.leaves import no_update
 
 HELD, APPLIED, DROPPED = 0, 1, 2
 
@@ -83,37 +84,29 @@ def hand_over(
     return jax.tree.unflatten(tree, updates), slots, inner_state, outcome
 
 
-def find_homes(types: Any, tree: Any, places: Sequence[int | None], sums: Any) -> list[Any]:
+def find_homes(types: Any, tree: Any, sums: Sequence[jax.Array]) -> list[int | None]:
     """For each update the sum of the same parameter, where its dtype and shape can hold it.
 
     Args:
       types: the tree of the updates' `jax.ShapeDtypeStruct`s.
       tree: the tree structure of the gradients.
-      places: for each gradient leaf the position of its sum, or `None`.
-      sums: the window's sums.
+      sums: the window's sums, one for each gradient.
     """
     wanted = jax.tree.leaves(types)
     if jax.tree.structure(types) != tree:
         return [None] * len(wanted)
 
-    def fits(like: Any, place: int | None) -> bool:
-        if place is None or like.shape != sums[place].shape:
-            return False
-        return dtypes.promote(like.dtype, sums[place].dtype) == sums[place].dtype
+    def fits(like: Any, total: Any) -> bool:
+        return like.shape == total.shape and dtypes.promote(like.dtype, total.dtype) == total.dtype
 
-    return [p if fits(like, p) else None for like, p in zip(wanted, places, strict=True)]
+    pairs = zip(wanted, sums, strict=True)
+    return [place if fits(like, total) else None for place, (like, total) in enumerate(pairs)]
 
 
 def cast(x: Any, like: Any) -> jax.Array:
     """`x` in the dtype of `like`, without a weak type."""
     x = jnp.asarray(x)
     return x if x.dtype == like.dtype and not x.weak_type else x.astype(like.dtype)
-
-
-def no_update(like: Any) -> jax.Array:
-    """An update that changes no bit: minus zero, since `-0.0 + 0.0` loses the parameter's sign."""
-    inexact = jnp.issubdtype(like.dtype, jnp.inexact)
-    return compat.filled(like, like.dtype, -0.0 if inexact else 0)
 
 
 def own_buffer(x: Any) -> jax.Array:

@@ -1,7 +1,9 @@
-"""The inner optimizer, run in one precision where it asks for that."""
+"""The inner optimizer: what it is offered, in which precision, and what its states say."""
 
+import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import optax
 from jaxaccum.core import programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
+from jaxaccum.core.sums import WindowSums
+from jaxaccum.folds.leaves import fill, hide, is_none, trained, unchanged
 
 
 def in_one_precision(inner: optax.GradientTransformation) -> Any:
@@ -44,9 +48,74 @@ def in_one_precision(inner: optax.GradientTransformation) -> Any:
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def differentiated(params: Any) -> Any:
-    """What the gradients are of: `optax.lookahead` differentiates its fast parameters only."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
+def of_trained(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx`, which never sees a leaf without a gradient, for whoever calls it as it is.
+
+    It finds `None` in the places of integers, booleans and keys, as in `multi_steps`, and their
+    updates change no bit of them.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        if params is None or isinstance(updates, WindowSums):  # of a stream, which hides them
+            return tx.update(updates, state, params, **extra_args)
+        leaves = jax.tree.leaves(params, is_leaf=is_none)
+        moves = [leaf is not None and is_inexact(leaf) for leaf in leaves]
+        given = jax.tree.leaves(updates, is_leaf=is_none)
+        new, state = tx.update(hide(updates, moves), state, hide(params, moves), **extra_args)
+        others = [unchanged(grad, leaf) for grad, leaf in zip(given, leaves, strict=True)]
+        return fill(new, moves, others), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(trained(params)), update_fn)
+
+
+class EveryWindow:
+    """Base of optimizer states that have to see every window, one without any weight too.
+
+    Such a window hands over a gradient of zero; all others drop it.
+    """
+
+
+def sees_every_window(inner_state: Any) -> bool:
+    """Whether any part of the optimizer's state is an `EveryWindow`."""
+    leaves = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, EveryWindow))
+    return any(isinstance(leaf, EveryWindow) for leaf in leaves)
+
+
+class Trial(NamedTuple):
+    """What came of tracing an optimizer's update once.
+
+    Attributes:
+      takes_offers: whether it takes what it is offered beside what the caller passed.
+      types: the tree of its updates' abstract values.
+      constant: for each update whether it depends on nothing, as that of a frozen parameter;
+        `None` before the trial.
+    """
+
+    takes_offers: bool
+    types: Any
+    constant: list[bool] | None
+
+
+def tried(update_fn: Callable[..., Any], *args: Any, offers: bool) -> Trial:
+    """Traces `update_fn(offering, *args)`, which returns the updates.
+
+    Some optimizers accept no extra argument that they do not know, SAM is one: where it cannot be
+    traced with the offers, it is traced without, and an error of the user's own comes up there.
+    """
+
+    def trial(offering: bool) -> Trial:
+        program = programs.stage(functools.partial(update_fn, offering), *args)
+        tree = jax.tree.structure(program.out_shape)
+        types = jax.tree.unflatten(tree, program.closed.out_avals)
+        return Trial(offering, types, programs.constant(program))
+
+    if offers:
+        try:
+            return trial(True)
+        except TypeError:
+            pass
+    return trial(False)
 
 
 def _traces(fn: Any) -> bool:

@@ -12,6 +12,7 @@ from jaxaccum.core.checks import all_finite, is_inexact
 from jaxaccum.core.mean import Mean, pool
 from jaxaccum.core.reducers import Sum
 from jaxaccum.folds import devices
+from jaxaccum.folds.leaves import differentiated, hide, is_none, unchanged
 from jaxaccum.numerics import accumulators, weights
 
 
@@ -90,64 +91,120 @@ class OpenWindow(NamedTuple):
         return self._replace(carries=carries)
 
 
-def carries_of(updates: Any, grad_carry: Any, *, bare: bool) -> list[Any]:
-    """The carry of each inexact gradient leaf, after checking that the trees match.
+class Leaves(NamedTuple):
+    """The gradients of one call beside what the state carries for them.
 
-    Where the window is `bare`, of one micro-step, nothing is carried.
+    Attributes:
+      grads: those of the leaves that the state has a gradient for.
+      carries: the carry of each of them; `None` where nothing is carried.
+      tree: their tree structure, with `None` in the places of the other leaves.
+      moves: for every leaf, `None` included, whether it is one of them.
+      others: for every leaf the update that changes no bit of it.
     """
+
+    grads: list[jax.Array]
+    carries: list[Any]
+    tree: Any
+    moves: list[bool]
+    others: list[Any]
+
+
+def match(updates: Any, grad_carry: Any, params: Any, *, bare: bool) -> Leaves:
+    """Finds the carry of each gradient, after checking that the trees match.
+
+    Args:
+      updates: the gradients.
+      grad_carry: the state's carries.
+      params: the parameters, or `None` where the caller gave none.
+      bare: whether nothing is carried, in a window of one micro-step.
+    """
+    held_tree: Any
     held, held_tree = jax.tree.flatten(grad_carry, is_leaf=accumulators.is_carry)
-    given_tree: Any = jax.tree.structure(updates, is_leaf=lambda x: x is None)
-    remedy = "Pass gradients of the parameters that `init` saw."
+    given, given_tree = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_none)
     if held_tree != given_tree:
         raise ValueError(
             f"multi_steps: `updates` has the tree structure {given_tree}, but the state was made "
-            f"for {held_tree}. {remedy}"
+            f"for {held_tree}. {_REMEDY}"
         )
-    given = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)
-    carries = []
-    for (path, grad), carry in zip(given, held, strict=True):
-        if grad is not None and carry is not None:
-            total = accumulators.read(carry)
-            name = f"updates{jax.tree_util.keystr(path)}"
-            if np.shape(grad) != np.shape(total):
-                raise ValueError(
-                    f"multi_steps: `{name}` is {checks.describe(grad)}, but the state holds a sum "
-                    f"of shape {np.shape(total)}. {remedy}"
-                )
-            kept = is_inexact(grad) and dtypes.promote(grad, total.dtype) == total.dtype
-            if not kept:
+    known = [None] * len(held)
+    if params is not None:
+        params = differentiated(params)
+        check_params(params, updates)
+        known = jax.tree.leaves(params, is_leaf=is_none)
+    for (path, grad), carry, param in zip(given, held, known, strict=True):
+        name = f"updates{jax.tree_util.keystr(path)}"
+        if carry is not None:
+            _check_grad(name, grad, carry, bare=bare)
+            if param is not None and not is_inexact(param):
                 raise TypeError(
-                    f"multi_steps: `{name}` is {checks.describe(grad)}, which the state's sum in "
-                    f"{total.dtype} cannot hold. {remedy}"
+                    f"multi_steps: `params{jax.tree_util.keystr(path)}` is "
+                    f"{checks.describe(param)}, but had a gradient in `init`. Pass the parameters "
+                    "that `init` saw, as they are now."
                 )
-        if grad is not None and is_inexact(grad):
-            if carry is None and not bare:
-                raise ValueError(
-                    f"multi_steps: the state holds no sum for `updates{jax.tree_util.keystr(path)}`"
-                    ": it was made for windows of one micro-step, or for an integer parameter. "
-                    "`ja.interop.from_inner_state(tx, params, state.inner_state)` makes one that "
-                    "does."
-                )
-            carries.append(carry)
-    return carries
+        elif grad is not None and is_inexact(grad) and (param is None or is_inexact(param)):
+            raise ValueError(
+                f"multi_steps: the state holds no sum for `{name}`: the parameter was an integer, "
+                f"or `None`, in `init`. {_REMEDY}"
+            )
+    moves = [carry is not None for carry in held]
+    pairs = list(zip(given, held, strict=True))
+    return Leaves(
+        grads=[jnp.asarray(grad) for (_, grad), carry in pairs if carry is not None],
+        carries=[None if bare else carry for carry in held if carry is not None],
+        tree=jax.tree.structure(hide(updates, moves)),
+        moves=moves,
+        others=[unchanged(g, p) for (_, g), p in zip(given, known, strict=True)],
+    )
+
+
+_REMEDY = "Pass gradients of the parameters that `init` saw."
+
+
+def _check_grad(name: str, grad: Any, carry: Any, *, bare: bool) -> None:
+    """Requires the gradient of one leaf, and room for it in the state."""
+    if grad is None:
+        raise TypeError(
+            f"multi_steps: `{name}` is None, but the parameter has a gradient. Pass zeros; for "
+            "parameters that are not trained, put None into their places in `init` too, or freeze "
+            "them with `optax.multi_transform`."
+        )
+    if isinstance(carry, accumulators.Uncarried):
+        if not bare:
+            raise ValueError(
+                f"multi_steps: the state holds no sum for `{name}`: it was made for windows of one "
+                "micro-step. `ja.interop.from_inner_state(tx, state.inner_state, params)` makes "
+                "one that does."
+            )
+        if not is_inexact(grad):
+            raise TypeError(
+                f"multi_steps: `{name}` is {checks.describe(grad)}, which is no gradient. {_REMEDY}"
+            )
+        return
+    total = accumulators.read(carry)
+    if np.shape(grad) != np.shape(total):
+        raise ValueError(
+            f"multi_steps: `{name}` is {checks.describe(grad)}, but the state holds a sum "
+            f"of shape {np.shape(total)}. {_REMEDY}"
+        )
+    if not is_inexact(grad) or dtypes.promote(grad, total.dtype) != total.dtype:
+        raise TypeError(
+            f"multi_steps: `{name}` is {checks.describe(grad)}, which the state's sum in "
+            f"{total.dtype} cannot hold. {_REMEDY}"
+        )
 
 
 def check_params(params: Any, updates: Any) -> None:
     """Requires the parameters to have the structure and shapes of the gradients."""
     remedy = "Pass the parameters that `init` saw, as they are now."
-    is_none = lambda x: x is None  # noqa: E731
-    trees: Any = [jax.tree.structure(tree, is_leaf=is_none) for tree in (params, updates)]
-    if trees[0] != trees[1]:
+    tree: Any
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_none)
+    grads, grads_tree = jax.tree.flatten(updates, is_leaf=is_none)
+    if tree != grads_tree:
         raise ValueError(
-            f"multi_steps: `params` has the tree structure {trees[0]}, but `updates` has "
-            f"{trees[1]}. {remedy}"
+            f"multi_steps: `params` has the tree structure {tree}, but `updates` has "
+            f"{grads_tree}. {remedy}"
         )
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(params, is_leaf=is_none),
-        jax.tree.leaves(updates, is_leaf=is_none),
-        strict=True,
-    )
-    for (path, leaf), grad in pairs:
+    for (path, leaf), grad in zip(leaves, grads, strict=True):
         if leaf is not None and grad is not None and np.shape(leaf) != np.shape(grad):
             raise ValueError(
                 f"multi_steps: `params{jax.tree_util.keystr(path)}` is {checks.describe(leaf)}, "
@@ -155,13 +212,13 @@ def check_params(params: Any, updates: Any) -> None:
             )
 
 
-def rebuild(carries: Sequence[Any], grad_carry: Any, updates: Any) -> Any:
-    """`grad_carry` with new carries in the places of inexact gradients."""
+def rebuild(carries: Sequence[Any], grad_carry: Any) -> Any:
+    """`grad_carry` with new carries in the places of the old ones."""
     held, tree = jax.tree.flatten(grad_carry, is_leaf=accumulators.is_carry)
-    given = jax.tree.leaves(updates, is_leaf=lambda x: x is None)
     supply = iter(carries)
-    new = []
-    for old, grad in zip(held, given, strict=True):
-        carry = next(supply) if grad is not None and is_inexact(grad) else old
-        new.append(None if old is None else carry)
-    return jax.tree.unflatten(tree, new)
+    new = [None if old is None else next(supply) for old in held]
+    kept = [
+        old if isinstance(old, accumulators.Uncarried) else carry
+        for old, carry in zip(held, new, strict=True)
+    ]
+    return jax.tree.unflatten(tree, kept)

@@ -1,7 +1,7 @@
 """The checked arguments of `multi_steps`' `update`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +10,115 @@ import numpy as np
 from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import Mean
+from jaxaccum.core.reducers import Kept
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
-from jaxaccum.folds.stream_state import check_state
+from jaxaccum.folds.stream_state import MultiStepsState, check_state
+from jaxaccum.numerics import weights
 
 
-def check_given(updates: Any, state: Any, loss_scale: Any, *, flush: Any) -> None:
-    """Refuses sums in the place of gradients, and states of something else."""
+class Call(NamedTuple):
+    """What one call brings into the window.
+
+    Attributes:
+      grads: the tree of undivided gradients.
+      weight: their weight, an exact pair; `None` where it was not said, for means of equal weight.
+      num_skipped: how many micro-batches were left out of them, over all devices; int32 scalar.
+      is_lost: whether nothing is left of them for that reason; boolean scalar.
+      is_divided: whether they are over denominators that were given; then they count whatever their
+        weight is. Static.
+    """
+
+    grads: Any
+    weight: Any
+    num_skipped: jax.Array | int = 0
+    is_lost: jax.Array | bool = False
+    is_divided: bool = False
+
+
+def check_given(state: Any, loss_scale: Any, *, flush: Any) -> None:
+    """Refuses states of something else."""
     check_state(state)
     if not isinstance(flush, bool):
         raise TypeError(
             f"multi_steps: `flush` must be a static bool, got {checks.describe(flush)}."
         )
-    if isinstance(updates, WindowSums):
-        raise TypeError(
-            "multi_steps: `updates` is a `WindowSums`; pass `sums.grads`, with "
-            "`weight=sums.weight`."
-        )
-    checks.arrays("multi_steps", updates, name="updates")
     if (state.loss_scale is None) != (loss_scale is None):
         made = "without" if state.loss_scale is None else "with"
         raise ValueError(
             f"multi_steps: `state` was made {made} `loss_scale`, this transformation is not. Put "
             "`loss_scale=loss_scale and loss_scale.init()` in its place with `state._replace`."
+        )
+
+
+def read_call(
+    updates: Any, weight: Any, state: MultiStepsState, axes: tuple[str, ...], *, normalize: bool
+) -> Call:
+    """The call's gradients and their weight, from `WindowSums` or from a tree of gradients."""
+    dtype = state.weight_carry.total.dtype
+    if not isinstance(updates, WindowSums):
+        checks.arrays("multi_steps", updates, name="updates")
+        given = None if weight is None else weights.pair("multi_steps", "weight", weight, dtype)
+        call = Call(updates, given)
+    else:
+        _check_sums(updates, weight, normalize=normalize)
+        checks.arrays("multi_steps", updates.grads, name="updates.grads")
+        call = Call(
+            grads=updates.grads,
+            weight=weights.largest("multi_steps", jax.tree.leaves(updates.weight), dtype),
+            is_divided=updates.denominators is not None,
+        )
+        held, skipped = updates.num_microbatches, updates.num_skipped
+        if not isinstance(skipped, np.ndarray) or skipped != 0:  # else known to be none
+            if axes and (compat.varying_axes(skipped) or not devices.checked(axes)):
+                held, skipped = jax.lax.psum((held, skipped), axes)
+            lost = (skipped > 0) & (held == 0)
+            call = call._replace(num_skipped=skipped, is_lost=lost)
+    if call.weight is not None and isinstance(state.weight_carry, weights.CountedAsOne):
+        raise TypeError(
+            "multi_steps: this call has a weight, but the open window was taken over from "
+            "`optax.MultiSteps` with each of its micro-steps counted as 1. Say what each of them "
+            "held: `ja.interop.from_optax(tx, state, params, weight=...)`."
+        )
+    check_local(call.grads, axes)
+    return call
+
+
+def _check_sums(sums: WindowSums, weight: Any, *, normalize: bool) -> None:
+    """Refuses sums that cannot be added to those of other calls and divided by their weight."""
+    if weight is not None:
+        raise TypeError(
+            "multi_steps: `updates` is a `WindowSums`, which holds its own weight, so `weight` "
+            f"must not be given, got {checks.describe(weight)}. Leave it out."
+        )
+    for name in ("num_microbatches", "num_skipped"):
+        number = getattr(sums, name)
+        if getattr(number, "dtype", None) != jnp.int32:
+            raise TypeError(
+                f"multi_steps: `updates.{name}` must be an int32 scalar, got "
+                f"{checks.describe(number)}: a transformation before `multi_steps` changed the "
+                "sums with their weight. Put it inside, `multi_steps(optax.chain(...), ...)`."
+            )
+    marks = [] if sums.grad_reducers is None else jax.tree.leaves(sums.grad_reducers.tree)
+    if not all(reducer.divides or isinstance(reducer, Kept) for reducer in marks):
+        raise ValueError(
+            "multi_steps: `updates` has leaves that `grad_reducers` combines otherwise than by "
+            "`ja.Sum`, which are no gradients. Pass the tree of those that are sums, with "
+            "`weight=sums.weight`, and replace the parameters of the others yourself."
+        )
+    if sums.denominators is None:
+        return
+    if not sums.denominators_given:
+        raise ValueError(
+            "multi_steps: the gradients in `updates`, of a loss of several terms, are over the "
+            "denominators of their own micro-batches, so they do not add up over calls. Find those "
+            "of the whole window first, with `ja.denominators`, pass `denominators=` to each call, "
+            "and `normalize=False` to `multi_steps`."
+        )
+    if normalize:
+        raise ValueError(
+            "multi_steps: the gradients in `updates` are over their `denominators=` already and "
+            "must not be divided again. Pass `normalize=False` to `multi_steps`."
         )
 
 

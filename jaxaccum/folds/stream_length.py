@@ -57,6 +57,7 @@ def window_length(every: Any, optimizer_step: jax.Array) -> Any:
     if not callable(every):
         return every
     length = every(optimizer_step)
+    _check_above_zero("every", length)
     length = jnp.asarray(length) if checks.is_array(length) else length
     if (
         np.shape(length)
@@ -80,12 +81,40 @@ def is_full(
     """Whether the window that holds `micro_step` micro-steps and `weight` closes."""
     if not isinstance(every, until_weight):
         return micro_step >= window_length(every, optimizer_step)
-    target = every.target(optimizer_step) if callable(every.target) else every.target
+    target = _target(every, optimizer_step)
     if axes:
         weight = accumulators.Compensated(*jax.lax.psum(tuple(weight), axes))
     return weights.reaches(
         weight, weights.pair("multi_steps", "until_weight", target, weight.total.dtype)
     )
+
+
+def check_first(every: Any) -> None:
+    """Refuses a function of the optimizer step that returns no length for the first window."""
+    with jax.ensure_compile_time_eval():
+        step = jnp.zeros((), jnp.int32)
+        if isinstance(every, until_weight):
+            _target(every, step)
+        else:
+            window_length(every, step)
+
+
+def _target(every: until_weight, optimizer_step: jax.Array) -> Any:
+    if not callable(every.target):
+        return every.target
+    target = every.target(optimizer_step)
+    _check_above_zero("until_weight", target)
+    return target
+
+
+def _check_above_zero(name: str, value: Any) -> None:
+    """Refuses a number that a function of the optimizer step returned, where it is known."""
+    known = checks.is_array(value) and not isinstance(value, jax.core.Tracer)
+    if known and np.ndim(value) == 0 and not value > 0:
+        raise ValueError(
+            f"multi_steps: `{name}`, called with the optimizer step, must return a number above 0, "
+            f"got {value}. Return at least 1: `jnp.maximum(1, ...)`."
+        )
 
 
 def _check_target(target: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
@@ -85,6 +86,46 @@ _COUNTS = (
 )  # fmt: skip
 
 
+_OTHERS = (
+    "To go on from a state of `optax.MultiSteps` call `ja.interop.from_optax(tx, state, params)`, "
+    "from that of a plain optimizer `ja.interop.from_inner_state(tx, state, params)`."
+)
+
+
+class MultiSteps(optax.GradientTransformationExtraArgs):
+    """What `multi_steps` returns."""
+
+    __slots__ = ()
+
+
+def check_no_window(function: str, name: str, value: Any) -> None:
+    """Refuses a window inside of another one.
+
+    Args:
+      function: the public function's name, for messages.
+      name: the argument's name.
+      value: the transformation that was passed, or the state that it made.
+    """
+    windows = MultiSteps, optax.MultiSteps, MultiStepsState, optax.MultiStepsState
+    parts = [value, getattr(getattr(value, "update", None), "__self__", None)]
+    if not isinstance(value, MultiSteps):
+        parts += jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, windows))
+    found = [part for part in parts if isinstance(part, windows)]
+    if found:
+        theirs = isinstance(found[0], optax.MultiSteps | optax.MultiStepsState)
+        held = "an `optax.MultiSteps`" if theirs else "a `ja.multi_steps`"
+        raise ValueError(
+            f"{function}: `{name}` holds {held}, so that one window would stand in another. Pass "
+            "the optimizer without it."
+        )
+
+
+def _kind(state: Any) -> str:
+    """The type of a state, in words; that of Optax has the same name as ours."""
+    whose = " of Optax" if isinstance(state, optax.MultiStepsState) else ""
+    return f"{type(state).__name__}{whose}"
+
+
 def check_state(state: Any) -> None:
     """Requires a `MultiStepsState` whose counters and weight are as `init` makes them.
 
@@ -92,7 +133,9 @@ def check_state(state: Any) -> None:
       TypeError: it is something else, or a field is.
     """
     if not isinstance(state, MultiStepsState):
-        raise TypeError(f"multi_steps: `state` must come from `init`, got {type(state).__name__}.")
+        raise TypeError(
+            f"multi_steps: `state` must come from `init`, got {_kind(state)}. {_OTHERS}"
+        )
     for name in (*_COUNTS, *_FLAGS):
         field, kind = getattr(state, name), jnp.bool_ if name in _FLAGS else jnp.int32
         if not hasattr(field, "dtype") or field.dtype != kind or np.shape(field):
@@ -120,8 +163,9 @@ def find_state(function: str, state: Any) -> MultiStepsState:
     if len(found) != 1:
         raise ValueError(
             f"{function}: expected a state that holds one `multi_steps` state, found "
-            f"{len(found)} in {checks.describe(state) if not found else type(state).__name__}. "
-            "Pass the part of the state that belongs to one `multi_steps`."
+            f"{len(found)} in {_kind(state)}. "
+            "Pass the part of the state that belongs to one `multi_steps`. "
+            f"{'' if found else _OTHERS}".rstrip()
         )
     return found[0]
 

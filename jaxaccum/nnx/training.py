@@ -1,5 +1,6 @@
 """An NNX optimizer that counts optimizer steps, and training steps over model and optimizer."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds.arguments import NOTHING, positional
 from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.handover import own_buffer
+from jaxaccum.folds.inner import of_trained
 from jaxaccum.folds.stream_state import find_states, has_updated
 from jaxaccum.folds.stream_state import flush as plain_flush
 from jaxaccum.nnx.windows import Call
@@ -35,7 +37,7 @@ class Optimizer(nnx.Optimizer):
 
     Attributes:
       step: the optimizer steps; uint32.
-      tx: the Optax optimizer.
+      tx: the Optax optimizer, which does not see variables without a gradient (integers, keys).
       opt_state: its state.
       wrt: the filter.
       progress: what `train_step` keeps beside the optimizer's state; see `ja.StepState`.
@@ -51,7 +53,7 @@ class Optimizer(nnx.Optimizer):
         graph: bool | None = None,
     ):
         checks.transformation("nnx.Optimizer", "tx", tx)
-        super().__init__(model, tx, wrt=wrt, graph=graph)
+        super().__init__(model, of_trained(tx), wrt=wrt, graph=graph)
         # Some optimizers keep the parameters themselves: donating both would free them twice.
         self.opt_state = nnx.data(jax.tree.map(own_buffer, self.opt_state))
         self.progress = nnx.data(jax.tree.map(nnx.OptArray, first_state(None, loss_scale)))
@@ -79,14 +81,12 @@ class Optimizer(nnx.Optimizer):
                 "`ja.multi_steps(tx, every)`; this one would take the sum for the mean. Pass "
                 "`ja.finalize(sums).grads`."
             )
-        if summed:
-            kwargs["weight"], grads = grads.weight, grads.grads
+        pure = nnx.as_pure(nnx.state(grads.grads if summed else grads, self.wrt))
+        updates = dataclasses.replace(grads, grads=pure) if summed else pure
         return _apply(
             self,
             model,
-            lambda state, params: optax.with_extra_args_support(self.tx).update(
-                nnx.as_pure(nnx.state(grads, self.wrt)), state, params, **nnx.as_pure(kwargs)
-            ),
+            lambda state, params: self.tx.update(updates, state, params, **nnx.as_pure(kwargs)),
         )
 
 

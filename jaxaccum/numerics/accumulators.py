@@ -12,12 +12,21 @@ import jax.numpy as jnp
 
 from jaxaccum.core import checks, compat, dtypes
 from jaxaccum.core.mean import add, wide
-from jaxaccum.numerics.carries import Accumulator, Chunked, Compensated, floating, is_carry, read
+from jaxaccum.numerics.carries import (
+    Accumulator,
+    Chunked,
+    Compensated,
+    Uncarried,
+    floating,
+    is_carry,
+    read,
+)
 from jaxaccum.numerics.narrow import chunked, stochastic
 
 __all__ = [
     "Accumulator",
     "Compensated",
+    "Uncarried",
     "chunked",
     "compensated",
     "is_carry",

@@ -46,7 +46,11 @@ class Chunked(NamedTuple):
     filled: Any
 
 
-_CARRIES = (Compensated, Chunked)
+class Uncarried(NamedTuple):
+    """In the place of a carry where every window is one micro-step: there is a gradient, no sum."""
+
+
+_CARRIES = (Compensated, Chunked, Uncarried)
 
 
 def read(carries: Any) -> Any:
@@ -56,7 +60,7 @@ def read(carries: Any) -> Any:
       carries: a tree of arrays, `Compensated` or `Chunked`.
 
     Returns:
-      The same tree with one array for each carry.
+      The same tree with one array for each carry; `None` where nothing is carried.
     """
 
     checks.arrays("accumulators.read", carries, name="carries")
@@ -64,6 +68,8 @@ def read(carries: Any) -> Any:
     def one(carry: Any) -> Any:
         if isinstance(carry, Compensated):
             return carry.total
+        if isinstance(carry, Uncarried):
+            return None
         if isinstance(carry, Chunked):
             return add(carry.total, carry.run)
         carry = jnp.asarray(carry)

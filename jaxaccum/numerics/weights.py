@@ -1,5 +1,6 @@
 """Weights summed exactly: a pair of floats, so that no token is lost past 2**24."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,12 @@ from jaxaccum.core.mean import as_float
 from jaxaccum.numerics.accumulators import Compensated, compensated
 
 _PAIR = compensated()
+
+
+class CountedAsOne(Compensated):
+    """A weight that counts micro-steps whose own weights are not known: none may be added."""
+
+    __slots__ = ()
 
 
 def zero() -> Compensated:
@@ -72,6 +79,15 @@ def reaches(weight: Compensated, target: Compensated) -> jax.Array:
     """Whether `weight >= target`; a boolean scalar."""
     short = (weight.total - target.total) + (weight.error - target.error) < 0
     return ~short  # a weight that is nan must not hold the window open for ever
+
+
+def largest(function: str, several: Sequence[Any], dtype: Any = None) -> Compensated:
+    """The largest of the weights of a loss's terms, as an exact pair: its tokens, as a rule."""
+    most, *others = [pair(function, "weight", weight, dtype) for weight in several]
+    for other in others:
+        larger = reaches(other, most)
+        most = Compensated(*(jnp.where(larger, a, b) for a, b in zip(other, most, strict=True)))
+    return most
 
 
 def read(weight: Compensated) -> Any:

@@ -1,0 +1,408 @@
+"""One call of `multi_steps`: fold the micro-step, close the window if it is full, count."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxaccum.core import checks
+from jaxaccum.core.checks import all_finite
+from jaxaccum.core.mean import Mean, divide
+from jaxaccum.folds import devices, faults
+from jaxaccum.folds.handover import (
+    APPLIED,
+    DROPPED,
+    cast,
+    count_if,
+    find_homes,
+    hand_over,
+    own_buffer,
+)
+from jaxaccum.folds.inner import Trial, sees_every_window, tried
+from jaxaccum.folds.leaves import (
+    differentiated,
+    each,
+    fill,
+    hide,
+    no_update,
+    still,
+    trained,
+    whole_again,
+)
+from jaxaccum.folds.open_window import Leaves, OpenWindow, match, rebuild
+from jaxaccum.folds.stream_arguments import (
+    Call,
+    check_given,
+    no_mean,
+    read_call,
+    rounding_key,
+    split_extra_args,
+)
+from jaxaccum.folds.stream_length import check_first, is_full, is_one, window_length
+from jaxaccum.folds.stream_state import MeanSum, MultiStepsState, check_no_window
+from jaxaccum.numerics import accumulators, loss_scaling, weights
+
+
+class _Run(NamedTuple):
+    """The inner optimizer, with the arguments of one call.
+
+    Attributes:
+      inner: the optimizer.
+      leaves: the call's gradients; the optimizer sees the parameters that they are of.
+      extra_args: the extra arguments that are handed on as they are.
+      grad_args: which of them are the window's mean gradient.
+      params: the parameters that it sees, or `None`.
+      offered: the names of the window's means.
+      asked: those of them that this call gave.
+      trial: what is known of its updates.
+    """
+
+    inner: Any
+    leaves: Leaves
+    extra_args: dict[str, Any]
+    grad_args: tuple[str, ...]
+    params: Any
+    offered: Sequence[str]
+    asked: Sequence[str]
+    trial: Trial = Trial(False, None, None)
+
+    def __call__(self, grads: Sequence[Any], values: Any, inner_state: Any, params: Any) -> Any:
+        mean_grads = jax.tree.unflatten(self.leaves.tree, grads)
+        named = {**self.extra_args, **values}
+        named |= {name: mean_grads for name in self.grad_args if name in named}
+        updates, inner_state = self.inner.update(mean_grads, inner_state, params, **named)
+        return still(updates, self.trial.constant), inner_state
+
+    def closing(
+        self, grads: Sequence[Any], means: dict[str, Mean], inner_state: Any, params: Any
+    ) -> Any:
+        """The update of a window, with all of its means if the optimizer takes them."""
+
+        def given(names: Sequence[str]) -> Any:
+            return self(grads, {n: means[n].value for n in names}, inner_state, params)
+
+        if self.offered == self.asked:
+            return given(self.asked)
+        try:
+            return given(self.offered)
+        except TypeError:  # what this call gave was tried, and is taken
+            return given(self.asked)
+
+    def tried(self, inner_state: Any, axes: tuple[str, ...], *, flush: bool) -> "_Run":
+        """The same after a trial with what this call gave; a flush gives all or nothing."""
+
+        def updates_of(offering: bool, grads: Any, inner_state: Any, params: Any) -> Any:
+            # The inner optimizer sees what is the same on all devices.
+            grads = jax.lax.psum(grads, axes) if axes else grads
+            names = self.offered if offering else self.asked
+            values = {name: jnp.zeros((), jnp.float32) for name in names}
+            return self(grads, values, inner_state, params)[0]
+
+        return self._replace(
+            trial=tried(updates_of, self.leaves.grads, inner_state, self.params, offers=flush)
+        )
+
+    def whole(self, updates: Any) -> Any:
+        """The updates with those of the leaves that the optimizer does not see."""
+        return each(lambda u: fill(u, self.leaves.moves, self.leaves.others), updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The checked options of one `multi_steps`; see there."""
+
+    inner: Any
+    every: Any
+    axis_name: Any
+    names: tuple[str, ...]
+    accumulator: accumulators.Accumulator
+    skips: str | None
+    limit: int | None
+    loss_scale: loss_scaling.LossScale | None
+    mean_args: tuple[str, ...]
+    grad_args: tuple[str, ...]
+    normalize: bool
+
+    def init(self, params: Any) -> MultiStepsState:
+        """The state of an empty window."""
+        checks.arrays("multi_steps", params, name="params")
+        check_first(self.every)
+
+        def carry(leaf: Any) -> Any:
+            # A window of one micro-step needs no buffer.
+            empty = self.accumulator.empty
+            return accumulators.Uncarried() if is_one(self.every) else empty(jnp.asarray(leaf))
+
+        seen = trained(params)
+        inner_state = self.inner.init(seen)
+        check_no_window("multi_steps", "inner", inner_state)
+        return MultiStepsState(
+            micro_step=jnp.zeros((), jnp.int32),
+            optimizer_step=jnp.zeros((), jnp.int32),
+            num_skipped=jnp.zeros((), jnp.int32),
+            num_empty=jnp.zeros((), jnp.int32),
+            updated=jnp.zeros((), jnp.bool_),
+            weight_carry=devices.with_device_axis(weights.zero(), self.names),
+            grad_carry=devices.with_device_axis(
+                jax.tree.map(carry, differentiated(seen)), self.names
+            ),
+            mean_args=devices.with_device_axis(
+                {name: MeanSum(no_mean().total, no_mean().weight) for name in self.mean_args},
+                self.names,
+            ),
+            # Some optimizers keep the parameters themselves: donating both would free them twice.
+            inner_state=jax.tree.map(own_buffer, inner_state),
+            num_dropped=jnp.zeros((), jnp.int32),
+            num_bad_in_row=jnp.zeros((), jnp.int32),
+            diverged=jnp.zeros((), jnp.bool_),
+            loss_scale=None if self.loss_scale is None else self.loss_scale.init(),
+        )
+
+    def update(
+        self,
+        updates: Any,
+        state: MultiStepsState,
+        params: Any,
+        extra_args: dict[str, Any],
+        *,
+        weight: Any,
+        flush: bool,
+    ) -> tuple[Any, MultiStepsState]:
+        """One call: a micro-step, or with `flush` the end of a window without one."""
+        check_given(state, self.loss_scale, flush=flush)
+        axes = devices.axes("multi_steps", self.axis_name)
+        grad_carry, weight_carry, mean_sums = devices.without_device_axis(
+            (state.grad_carry, accumulators.Compensated(*state.weight_carry), state.mean_args), axes
+        )
+        # A window of one micro-step carries nothing, unless it took over the state of a longer one.
+        bare = is_one(self.every) and not jax.tree.leaves(grad_carry)
+        call = (
+            _nothing(grad_carry, params, bare=bare)
+            if flush
+            else read_call(updates, weight, state, axes, normalize=self.normalize)
+        )
+        leaves = match(call.grads, grad_carry, params, bare=bare)
+        asked, key = frozenset(extra_args), None
+        if self.accumulator.needs_key and not flush:
+            key = rounding_key(extra_args.pop("key", None), axes)
+        means, extra_args = split_extra_args(extra_args, self.mean_args, every_mean=flush)
+        # A call that gives no mean leaves it to those before.
+        offered = [name for name in mean_sums if name not in extra_args]
+        run = self._runner(leaves, params, extra_args, offered, asked)
+        if bare and call.weight is None and not (self.skips or flush or axes):
+            return self._plain_step(run, means, state)
+        window = OpenWindow(
+            leaves.carries, weight_carry, {name: Mean(*pair) for name, pair in mean_sums.items()}
+        )
+        run = run.tried(state.inner_state, axes, flush=flush)
+        if bare and flush:  # no window is ever open
+            nothing = run.whole(jax.tree.map(no_update, run.trial.types))
+            return nothing, state._replace(updated=jnp.zeros((), jnp.bool_))
+        window, keep = self._folded(window, call, leaves.grads, means, key, axes, flush=flush)
+        micro_step = count_if(state.micro_step, keep)
+        if flush:
+            closing = micro_step > 0
+        else:
+            closing = keep & is_full(
+                self.every, micro_step, window.weight, state.optimizer_step, axes
+            )
+        new_updates, window, inner_state, outcome = self._closed(
+            run, window, closing, state, axes, always=call.is_divided
+        )
+        grad_carry, weight_carry, mean_sums = devices.with_device_axis(
+            (rebuild(window.carries, grad_carry), window.weight, window.means), axes
+        )
+        counts = self._counts(state, call, micro_step, keep, closing, outcome, flush=flush)
+        return run.whole(new_updates), state._replace(
+            weight_carry=type(state.weight_carry)(*weight_carry),
+            grad_carry=grad_carry,
+            mean_args={name: MeanSum(m.total, m.weight) for name, m in mean_sums.items()},
+            inner_state=inner_state,
+            **counts,
+        )
+
+    def _runner(
+        self,
+        leaves: Leaves,
+        params: Any,
+        extra_args: dict[str, Any],
+        offered: Sequence[str],
+        asked: frozenset[str],
+    ) -> _Run:
+        seen = None if params is None else each(lambda p: hide(p, leaves.moves), params)
+        whole = {
+            name: whole_again(value, differentiated(params), leaves.moves)
+            for name, value in extra_args.items()
+        }
+        given = [name for name in offered if name in asked]
+        return _Run(self.inner, leaves, whole, self.grad_args, seen, offered, given)
+
+    def _plain_step(
+        self, run: _Run, means: dict[str, Mean], state: MultiStepsState
+    ) -> tuple[Any, MultiStepsState]:
+        """A window of one micro-step: its gradients reach the optimizer untouched."""
+        run = run.tried(state.inner_state, (), flush=False)
+        values = {name: mean.value for name, mean in means.items()}
+        updates, inner_state = run(run.leaves.grads, values, state.inner_state, run.params)
+        return run.whole(updates), state._replace(
+            optimizer_step=optax.safe_increment(state.optimizer_step),
+            updated=jnp.ones((), jnp.bool_),
+            inner_state=jax.tree.map(cast, inner_state, state.inner_state),
+        )
+
+    def _folded(
+        self,
+        window: OpenWindow,
+        call: Call,
+        grads: Sequence[jax.Array],
+        means: dict[str, Mean],
+        key: Any,
+        axes: tuple[str, ...],
+        *,
+        flush: bool,
+    ) -> tuple[OpenWindow, jax.Array]:
+        """The window with this micro-step in it, unless that is skipped, and whether it is in."""
+        if flush:
+            return window, jnp.zeros((), jnp.bool_)
+        one = call.weight
+        if one is None:
+            one = weights.pair("multi_steps", "weight", 1, window.weight.total.dtype)
+        one, means = devices.vary((one, means), devices.checked(axes))
+        larger = window.fold(self.accumulator, grads, one, means, key)
+        keep = ~jnp.asarray(call.is_lost)
+        if self.skips == faults.MICRO_BATCH:
+            finite = all_finite([*grads, larger.weight.total, *jax.tree.leaves(larger.means)])
+            keep = keep & devices.agree(finite, axes)
+            larger = larger.select(keep, window)
+        return larger, keep
+
+    def _closed(
+        self,
+        run: _Run,
+        window: OpenWindow,
+        closing: jax.Array,
+        state: MultiStepsState,
+        axes: tuple[str, ...],
+        *,
+        always: bool,
+    ) -> tuple[Any, OpenWindow, Any, jax.Array]:
+        """Updates, the window after it, the inner state, and what became of it.
+
+        Where it is not `closing` the window stays as it is and the updates change no bit. Without
+        weight it is dropped, unless it counts `always`.
+        """
+        accumulator, types = self.accumulator, run.trial.types
+        whole = sees_every_window(state.inner_state)
+
+        def has_weight(window: OpenWindow) -> jax.Array:
+            empty = weights.is_zero(window.weight)
+            return jnp.ones_like(empty) if whole or always else ~empty
+
+        def divide_and_run(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
+            window, params = operands
+            window = window.with_sums(sums)
+            mean = [accumulator.read(c) for c in window.carries]
+            if self.normalize:
+                mean = [divide(g, accumulators.read(window.weight), empty=0.0) for g in mean]
+            return *run.closing(mean, window.means, inner_state, params), APPLIED
+
+        def judge_first(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
+            window, params = operands
+            window = window.with_sums(sums).across(accumulator, axes)
+            sound = jnp.ones((), jnp.bool_)
+            if self.skips == faults.WINDOW:
+                sound = window.is_finite(accumulator)
+                if whole:
+                    window = window.select(sound, jax.tree.map(jnp.zeros_like, window))
+            updates, _, inner_state, outcome = hand_over(
+                has_weight(window) & (sound | whole),
+                divide_and_run,
+                window.sums(),
+                inner_state,
+                (window.without_sums(), params),
+                types,
+                find_homes(types, run.leaves.tree, window.sums()),
+            )
+            return updates, inner_state, outcome | jnp.where(sound, 0, DROPPED)
+
+        # Over devices the weight is known only after the reduction, and the updates, which are
+        # the same everywhere, cannot come back in the buffers of sums that are not.
+        sums = window.sums()
+        nowhere = [None] * len(jax.tree.leaves(types))
+        late = bool(axes) or self.skips == faults.WINDOW
+        applying = closing if late else closing & has_weight(window)
+        new_updates, sums, inner_state, outcome = hand_over(
+            applying if self.limit is None else applying & ~state.diverged,
+            judge_first if late else divide_and_run,
+            sums,
+            state.inner_state,
+            (window.without_sums(), run.params),
+            types,
+            nowhere if axes else find_homes(types, run.leaves.tree, sums),
+            judged_over=frozenset() if axes or not late else window.varies_over(),
+        )
+        window = window.with_sums(sums)
+        window = jax.tree.map(lambda x: jnp.where(closing, jnp.zeros_like(x), x), window)
+        return new_updates, window, inner_state, outcome
+
+    def _counts(
+        self,
+        state: MultiStepsState,
+        call: Call,
+        micro_step: jax.Array,
+        keep: jax.Array,
+        closing: jax.Array,
+        outcome: jax.Array,
+        *,
+        flush: bool,
+    ) -> dict[str, Any]:
+        """The state's counters and flags after this call, by name."""
+        applied, bad = (outcome & APPLIED) > 0, (outcome & DROPPED) > 0
+        skipped = ~keep & (not flush)
+        dropped = bad if self.limit is None else bad | (closing & state.diverged)
+        in_row, diverged = state.num_bad_in_row, state.diverged
+        # The scale of a window that never begins has to change all the same.
+        renewed = closing | (skipped & (micro_step == 0))
+        worth = in_row
+        if self.skips == faults.WINDOW:
+            in_row = jnp.where(applied & ~bad, 0, count_if(in_row, bad))
+            worth = in_row
+        elif self.skips == faults.MICRO_BATCH and not flush:
+            in_row = jnp.where(skipped, count_if(in_row, skipped), 0)
+            length = jnp.maximum(window_length(self.every, state.optimizer_step), 1)
+            worth = in_row // length
+            renewed = closing | (skipped & (micro_step == 0) & (in_row % length == 0))
+        if self.limit is not None and not (flush and self.skips == faults.MICRO_BATCH):
+            diverged = diverged | (worth >= self.limit)
+        scaling = state.loss_scale
+        if self.loss_scale is not None and scaling is not None:
+            overflowed = skipped | bad | (jnp.asarray(call.num_skipped) > 0)
+            scaling = self.loss_scale.after_call(scaling, overflowed=overflowed, closed=renewed)
+        # What is lost of `WindowSums` they have counted themselves.
+        skips = count_if(state.num_skipped, skipped & ~jnp.asarray(call.is_lost))
+        skips = count_if(skips, jnp.ones((), jnp.bool_), call.num_skipped)
+        return {
+            "micro_step": jnp.where(closing, 0, micro_step),
+            "optimizer_step": count_if(state.optimizer_step, applied),
+            "num_skipped": count_if(skips, bad, micro_step),
+            "num_empty": count_if(state.num_empty, closing & ~applied & ~dropped),
+            "updated": applied,
+            "num_dropped": count_if(state.num_dropped, dropped),
+            "num_bad_in_row": in_row,
+            "diverged": diverged,
+            "loss_scale": scaling,
+        }
+
+
+def _nothing(grad_carry: Any, params: Any, *, bare: bool) -> Call:
+    """A call without a gradient; its updates need the types of one."""
+    if params is None and bare:
+        raise ValueError(
+            "flush: `params` are needed where `every` is 1: the state holds no sum that tells "
+            "the shapes of the updates."
+        )
+    like = accumulators.read(grad_carry) if params is None else differentiated(params)
+    return Call(jax.tree.map(jnp.zeros_like, like), None)
