@@ -21,6 +21,7 @@ def batch_norm(w, x, *, model_state, momentum=MOMENTUM):
     """A scalar batch normalisation, written out."""
     mean, var = jnp.mean(x), jnp.mean((x - jnp.mean(x)) ** 2)
     new = {
+        **model_state,
         "count": model_state["count"] + 1,
         "mean": momentum * model_state["mean"] + (1 - momentum) * mean,
         "var": momentum * model_state["var"] + (1 - momentum) * var,
@@ -144,6 +145,7 @@ def test_pooled_sums_merge():
 @pytest.mark.parametrize("policy", ["sequential", "pooled"])
 @pytest.mark.parametrize("route", ["checked", "unchecked", "spmd auto", "spmd explicit"])
 def test_devices(policy, route):
+    start = START | {"frozen": {"mean": jnp.float32(0.1), "var": jnp.float32(0.7)}}
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(3, 2, 48), jnp.float32)
     w = jnp.float32(1)
@@ -153,7 +155,7 @@ def test_devices(policy, route):
     if route.startswith("spmd"):
         with jax.set_mesh(mesh):
             f = ja.value_and_grad(batch_norm, spmd_axis_name="data", **options)
-            (_, got), _ = jax.jit(f)(w, jax.device_put(x, P("data")), model_state=START)
+            (_, got), _ = jax.jit(f)(w, jax.device_put(x, P("data")), model_state=start)
     else:
         f = ja.value_and_grad(batch_norm, axis_name="data", **options)
         run = jax.shard_map(
@@ -163,9 +165,9 @@ def test_devices(policy, route):
             out_specs=P(),
             check_vma=route == "checked",
         )
-        got = jax.jit(run)(w, x, START)
+        got = jax.jit(run)(w, x, start)
     if policy == "pooled":
-        want = batch_norm(w, x, model_state=START)[1]
+        want = batch_norm(w, x, model_state=start)[1]
     else:  # the mean over devices
         parts = [
             window("sequential", x=np.asarray(part), num_microbatches=3)
@@ -174,6 +176,7 @@ def test_devices(policy, route):
         want = jax.tree.map(lambda *xs: np.mean(np.stack(xs)), *parts)
     for name in START:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-6)
+    assert got["frozen"] == start["frozen"]  # not one bit of what does not change
 
 
 def test_skipped_micro_batches_leave_no_trace():
@@ -259,9 +262,9 @@ def test_evaluation_mode_stays():
     def loss_fn(w, x, *, model_state):
         return ja.mean(w * (x - model_state["mean"])), model_state
 
-    got = window("pooled", loss_fn, num_microbatches=3)
-    for name in START:
-        assert got[name] == START[name]
+    start = {name: value / 7 for name, value in START.items()}
+    got = window("pooled", loss_fn, start=start, num_microbatches=3)
+    assert got == start
 
 
 class TestRefusals:

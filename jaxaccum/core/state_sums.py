@@ -20,7 +20,7 @@ class StateSums:
     Attributes:
       start: the state at the window's start.
       totals: for each leaf the sum of the micro-batches' new values, each times its count, or the
-        last new value of a leaf that is not a floating number.
+        last new value of a leaf that is not a floating number; `None` for one that does not change.
       moments: for each variance the count, the mean and the sum of squares about the mean of what
         the micro-batches held, `[3, ...]`.
       decays: for each mean beside a variance and each variance, how much of the old value stays.
@@ -40,7 +40,9 @@ class StateSums:
         start, tree = jax.tree.flatten(self.start)
         old = [*map(numbers, start)]
         new = [
-            divide(total, self.number, empty=0.0) if is_inexact(leaf) else total
+            leaf
+            if total is None
+            else (divide(total, self.number, empty=0.0) if is_inexact(leaf) else total)
             for leaf, total in zip(old, self.totals, strict=True)
         ]
         for (variance, _), moments in zip(self.variances, self.moments, strict=True):
@@ -57,7 +59,7 @@ class StateSums:
         return dataclasses.replace(
             self,
             start=jax.tree.map(lambda _: Kept(), self.start),
-            totals=[Addition() if is_inexact(x) else Latest() for x in self.totals],
+            totals=jax.tree.map(lambda x: Addition() if is_inexact(x) else Latest(), self.totals),
             moments=[Moments()] * len(self.moments),
             decays=jax.tree.map(lambda _: Kept(), self.decays),
             number=Addition(),

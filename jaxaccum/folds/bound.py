@@ -193,7 +193,7 @@ class Bound:
             arguments.check_noise_scale(self.options.function, terms, given)
         if self.state is not None:
             loss, flat, _ = self._first()
-            self.state.find_decays(loss.program, flat)
+            self.state.read_program(loss.program, flat)
         denominators = None
         if given is not None:
             denominators = arguments.denominators(self.options.function, given, terms)

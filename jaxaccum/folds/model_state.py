@@ -57,6 +57,7 @@ class ModelState:
         self.leaves = [devices.vary(numbers(leaf), varied) for _, leaf in paths]
         self.variances = _pair([path for path, _ in paths]) if policy == "pooled" else ()
         self.stays: dict[int, Any] = {}
+        self.kept: frozenset[int] = frozenset()
 
     @property
     def threads(self) -> bool:
@@ -122,7 +123,10 @@ class ModelState:
 
     def _sums(self, new: Sequence[Any], moments: list[Any], number: jax.Array) -> StateSums:
         """Sums that lack what all micro-batches share: the start and the decays."""
-        totals = [_times(number, x) if is_inexact(x) else x for x in new]
+        totals = [
+            None if i in self.kept else (_times(number, x) if is_inexact(x) else x)
+            for i, x in enumerate(new)
+        ]
         return StateSums(None, totals, moments, {}, number, self.variances)
 
     def of_device(self, last: Sequence[Any], number: Any) -> StateSums | None:
@@ -154,25 +158,36 @@ class ModelState:
         sums = dataclasses.replace(sums, start=self.start, decays=self.stays)
         return sums if self.pools else sums.read()
 
-    def find_decays(self, program: programs.Program, flat: Sequence[Any]) -> None:
-        """Finds how much of the old value stays in each mean and variance that is pooled.
-
-        The derivative of the new value in the old one, which for an exponential average is its
-        momentum and depends on nothing else.
+    def read_program(self, program: programs.Program, flat: Sequence[Any]) -> None:
+        """Finds which leaves do not change, and the momentum of those that are pooled.
 
         Args:
           program: from flat inputs to outputs, of which the last ones are the new state.
           flat: the inputs for one micro-batch, of which the last ones are the state.
         """
-        wanted = sorted({i for pair in self.variances for i in pair})
-        if not wanted:
-            return
-        n = len(self.leaves)
-        first = len(flat) - n
-
+        first = len(flat) - len(self.leaves)
         # The last outputs are the new state, and its count if there is one.
         new = len(program.closed.out_avals) - len(jax.tree.leaves(program.out_shape[2][1:]))
+        sources = programs.passed_on(program)[new:]
+        self.kept = frozenset(i for i in range(len(self.leaves)) if sources[i] == first + i)
+        self.variances = tuple(pair for pair in self.variances if not self.kept.issuperset(pair))
+        wanted = sorted({i for pair in self.variances for i in pair})
+        if wanted:
+            self._find_decays(program, flat, wanted, first, new)
 
+    def _find_decays(
+        self,
+        program: programs.Program,
+        flat: Sequence[Any],
+        wanted: Sequence[int],
+        first: int,
+        new: int,
+    ) -> None:
+        """Finds how much of the old value stays in each mean and variance that is pooled.
+
+        The derivative of the new value in the old one, which for an exponential average is its
+        momentum and depends on nothing else.
+        """
         # Some layers stop the gradient of their update, which hides the momentum.
         open_program = program.opened(passed=frozenset({"stop_gradient"}))
 
