@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
+from flax import core
 from flax.linen import fp8_ops
 from flax.training import train_state
 
@@ -15,9 +17,16 @@ from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds.arguments import NOTHING, positional
 from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.donation import Step
+from jaxaccum.folds.handover import own_buffer
 from jaxaccum.folds.inner import of_trained
 from jaxaccum.folds.model_state import CHOICES
-from jaxaccum.folds.stream_state import find_states, has_updated
+from jaxaccum.folds.stream_state import (
+    check_divides,
+    check_no_window,
+    find_states,
+    flush,
+    has_updated,
+)
 from jaxaccum.numerics import loss_scaling
 from jaxaccum.training import StepInfo, first_state
 from jaxaccum.training import train_step as plain_train_step
@@ -54,7 +63,8 @@ class TrainState(train_state.TrainState):
 
         Args:
           apply_fn: the model's `apply`.
-          variables: all of the model's collections, as from `model.init`.
+          variables: all of the model's collections, as from `model.init`, frozen or not; boxed
+            parameters (`nn.Partitioned`) stay boxed.
           tx: an Optax optimizer; for `apply_gradients` it may be a `ja.multi_steps`.
           loss_scale: the one that `train_step` is made with, if any.
           **kwargs: fields of subclasses.
@@ -62,14 +72,16 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: there is no collection `params`.
         """
-        collections = dict(variables)
+        collections = {name: core.unfreeze(x) for name, x in dict(variables).items()}
         if "params" not in collections:
             raise ValueError(
                 "TrainState.create: `variables` must hold the collection `params`, got "
                 f"{sorted(collections)}. Pass what `model.init` returned."
             )
-        params = collections.pop("params")
-        opt_state = of_trained(tx).init(params)
+        params = variables["params"]
+        del collections["params"]
+        # Some optimizers keep the parameters themselves: donating both would free them twice.
+        opt_state = jax.tree.map(own_buffer, of_trained(tx).init(params))
         if OVERWRITE in collections:
             params = {"params": params, OVERWRITE: collections.pop(OVERWRITE)}
         return cls(
@@ -97,9 +109,13 @@ class TrainState(train_state.TrainState):
             without a gradient (integers, keys), which stay as they are.
           **kwargs: `weight=` and other extra arguments of the optimizer; new values of other
             fields, such as `collections=`.
+
+        Raises:
+          TypeError: sums or a weight for an optimizer that divides by none.
         """
         names = [field.name for field in dataclasses.fields(self)]
         fields = {name: kwargs.pop(name) for name in names if name in kwargs}
+        check_divides("apply_gradients", grads, kwargs, self.opt_state)
         sums = grads if isinstance(grads, WindowSums) else None
         whole = _by_collection(self.params)
         gradients = _by_collection(grads if sums is None else sums.grads)
@@ -112,6 +128,20 @@ class TrainState(train_state.TrainState):
         params = optax.apply_updates(whole["params"], updates)
         if OVERWRITE in whole:
             params = {"params": params, OVERWRITE: gradients[OVERWRITE]}
+        return self._stepped(params, opt_state, **fields)
+
+    def flush(self, **kwargs: Any) -> "TrainState":
+        """Applies the partial window of a `ja.multi_steps`; `step` grows where one was open.
+
+        Args:
+          **kwargs: extra arguments of the optimizer, as in `ja.flush`.
+        """
+        whole = _by_collection(self.params)
+        updates, opt_state = flush(self.tx, self.opt_state, whole["params"], **kwargs)
+        whole["params"] = optax.apply_updates(whole["params"], updates)
+        return self._stepped(whole if OVERWRITE in whole else whole["params"], opt_state)
+
+    def _stepped(self, params: Any, opt_state: Any, **fields: Any) -> "TrainState":
         stepped = has_updated(opt_state) if find_states(opt_state) else True
         step = jnp.asarray(self.step) + jnp.asarray(stepped, jnp.int32)
         return self.replace(step=step, params=params, opt_state=opt_state, **fields)
@@ -191,6 +221,7 @@ def train_step(
                 f"what a window does to them was not said. Pass `model_state=`: {CHOICES}."
             )
         _, *every = positional("linen.train_step", (None, batch, *args), inputs, cut)
+        check_no_window("linen.train_step", "state.tx", state.opt_state)
         scaled = OVERWRITE in _by_collection(state.params)
         marks = {"params": Sum, OVERWRITE: Max} if scaled else None
         step = plain_train_step(
@@ -250,12 +281,16 @@ def _with_collections(out: Any, collections: Any, has_aux: bool) -> Any:
         return out  # `accumulate` says what is missing
     loss, rest = out
     aux, updates = rest if has_aux and isinstance(rest, tuple) and len(rest) == 2 else (None, rest)
-    if not isinstance(updates, dict) or not set(updates) <= set(collections):
-        got = sorted(updates) if isinstance(updates, dict) else checks.describe(updates)
+    if not isinstance(updates, dict | core.FrozenDict) or not set(updates) <= set(collections):
+        got = (
+            sorted(updates)
+            if isinstance(updates, dict | core.FrozenDict)
+            else checks.describe(updates)
+        )
         raise ValueError(
             "linen.train_step: the loss function must return the collections that it changed, out "
             f"of {sorted(collections)}, got {got}. Return what `model.apply(variables, ..., "
             "mutable=[...])` returned, without sown values."
         )
-    state = {**collections, **updates}
+    state = {**collections, **core.unfreeze(updates)}
     return loss, ((aux, state) if has_aux else state)

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import core
 from flax.linen import fp8_ops
+from jax.sharding import AxisType
 
 import jaxaccum as ja
 from jaxaccum import linen as ja_linen
@@ -59,6 +61,53 @@ class TestLinen:
             assert state.step == number == info.optimizer_step
         close(state.params, params)
         assert state.collections == {}
+
+    @pytest.mark.parametrize("how", ["whole", "collections", "returned"])
+    def test_frozen_dicts(self, how):
+        model, frozen = Normed(), how != "returned"
+        variables = model.init(jax.random.key(0), X)
+        freeze = core.freeze if how == "whole" else lambda v: {k: core.freeze(v[k]) for k in v}
+
+        def loss_fn(variables, batch):
+            out, updates = model.apply(variables, batch[0], mutable=["batch_stats"])
+            updates = core.freeze(updates) if how == "returned" else updates
+            return ja.mean((out - batch[1]) ** 2), updates
+
+        step = ja_linen.train_step(loss_fn, model_state="pooled", donate=False, **CUT)
+        results = []
+        for given in (variables, freeze(variables) if frozen else variables):
+            state = ja_linen.TrainState.create(
+                apply_fn=model.apply, variables=given, tx=optax.adam(0.1)
+            )
+            for _ in range(2):
+                state, _ = step(state, (X, Y))
+            results.append(core.unfreeze((state.params, state.collections)[how == "collections"]))
+        close(*results, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])
+    def test_boxed_parameters_stay_boxed(self, box):
+        class Boxed(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                init = box(nn.initializers.lecun_normal(), (None, "model"))
+                return nn.Dense(4, kernel_init=init)(x)
+
+        def loss_fn(variables, x):
+            return ja.mean(Boxed().apply(variables, x) ** 2)
+
+        variables = Boxed().init(jax.random.key(0), X)
+        plain = nn.unbox(variables)["params"]
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        grads = jax.grad(lambda p: loss_fn({"params": p}, X).value)(plain)
+        for axes in ({}, {"spmd_axis_name": "data"}):
+            state = ja_linen.TrainState.create(
+                apply_fn=Boxed().apply, variables=variables, tx=optax.sgd(0.1)
+            )
+            step = ja_linen.train_step(loss_fn, num_microbatches=3, donate=False, **axes)
+            with jax.set_mesh(mesh):
+                new, _ = step(state, jax.device_put(X, jax.P("data")))
+            assert jax.tree.structure(new) == jax.tree.structure(state)
+            close(nn.unbox(new.params), jax.tree.map(lambda p, g: p - 0.1 * g, plain, grads))
 
     @pytest.mark.parametrize("policy", ["pooled", "sequential", "frozen"])
     def test_batch_statistics(self, policy):
@@ -150,6 +199,38 @@ class TestLinen:
             steps.append(int(state.step))
         assert steps == [0, 1, 1, 2]
         assert not np.array_equal(jax.tree.leaves(state.params)[0], jax.tree.leaves(start)[0])
+
+    def test_sums_and_the_open_window(self):
+        def loss_fn(params, x):
+            return ja.mean(params["w"] * x)
+
+        state = ja_linen.TrainState.create(
+            apply_fn=None, variables={"params": {"w": jnp.float32(0)}},
+            tx=ja.multi_steps(optax.sgd(1.0), 2),
+        )  # fmt: skip
+        sums_fn = ja.accumulate(loss_fn, num_microbatches=1)
+        for x in ([1.0, 2.0, 3.0], [1.0] * 7, [4.0, 4.0]):
+            state = state.apply_gradients(grads=sums_fn(state.params, jnp.array(x)))
+        assert state.step == 1
+        np.testing.assert_allclose(state.params["w"], -1.3, rtol=1e-6)
+        state = state.flush()
+        np.testing.assert_allclose(state.params["w"], -5.3, rtol=1e-6)
+        assert state.step == state.flush().step == 2
+
+    def test_a_sum_is_not_taken_for_a_mean(self):
+        state = linen_state(Plain())
+        sums = ja.accumulate(lambda p, x: ja.mean(x), num_microbatches=1)(state.params, X)
+        for given in ({"grads": sums}, {"grads": sums.grads, "weight": sums.weight}):
+            with pytest.raises(TypeError, match="needs an optimizer that divides by the weight"):
+                state.apply_gradients(**given)
+        step = ja_linen.train_step(lambda v, x: ja.mean(x), **CUT)
+        with pytest.raises(ValueError, match="one window would stand in another"):
+            step(linen_state(Plain(), ja.multi_steps(optax.sgd(0.1), 2)), X)
+
+    def test_an_optimizer_that_keeps_the_parameters_is_donated(self):
+        step = ja_linen.train_step(lambda v, b: ja.mean(Plain().apply(v, b[0])), **CUT)
+        state = linen_state(Plain(), optax.contrib.schedule_free_sgd(0.1))
+        assert step(state, (X, Y))[1].updated
 
     @pytest.mark.filterwarnings("ignore:.*Fp8DotGeneralOp:DeprecationWarning")
     def test_fp8_scaling_state_is_overwritten_by_the_largest(self):

@@ -1,6 +1,6 @@
 """The state of `multi_steps`, and what can be asked of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
 from jaxaccum.numerics import accumulators, loss_scaling, weights
 
@@ -117,6 +118,24 @@ def check_no_window(function: str, name: str, value: Any) -> None:
         raise ValueError(
             f"{function}: `{name}` holds {held}, so that one window would stand in another. Pass "
             "the optimizer without it."
+        )
+
+
+def check_divides(function: str, grads: Any, named: Mapping[str, Any], state: Any) -> None:
+    """Refuses sums, and a weight, for an optimizer that would take a sum for a mean.
+
+    Args:
+      function: the public function's name, for messages.
+      grads: what is passed as gradients.
+      named: the extra arguments.
+      state: the optimizer's state.
+    """
+    summed = isinstance(grads, WindowSums)
+    if (summed or "weight" in named) and not find_states(state):
+        raise TypeError(
+            f"{function}: {'`ja.WindowSums`' if summed else '`weight=`'} needs an optimizer that "
+            "divides by the weight, `ja.multi_steps(tx, every)`; this one would take the sum for "
+            "the mean. Pass `ja.finalize(sums).grads`."
         )
 
 

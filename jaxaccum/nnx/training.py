@@ -15,7 +15,12 @@ from jaxaccum.folds.arguments import NOTHING, positional
 from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.handover import own_buffer
 from jaxaccum.folds.inner import of_trained
-from jaxaccum.folds.stream_state import find_states, has_updated
+from jaxaccum.folds.stream_state import (
+    check_divides,
+    check_no_window,
+    find_states,
+    has_updated,
+)
 from jaxaccum.folds.stream_state import flush as plain_flush
 from jaxaccum.nnx.windows import Call
 from jaxaccum.numerics import loss_scaling
@@ -64,7 +69,8 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: the module, changed in place.
           grads: gradients; under `ja.multi_steps` the `ja.WindowSums` of `accumulate`, or gradient
-            sums with `weight=`.
+            sums with `weight=`. The optimizer does not see variables without a gradient (integers,
+            keys), which stay as they are.
           **kwargs: extra arguments of the optimizer.
 
         Returns:
@@ -73,21 +79,12 @@ class Optimizer(nnx.Optimizer):
         Raises:
           TypeError: sums or a weight for an optimizer that divides by none.
         """
-        summed = isinstance(grads, WindowSums)
-        if (summed or "weight" in kwargs) and not find_states(self.opt_state):
-            given = "`ja.WindowSums`" if summed else "`weight=`"
-            raise TypeError(
-                f"nnx.Optimizer.update: {given} needs an optimizer that divides by the weight, "
-                "`ja.multi_steps(tx, every)`; this one would take the sum for the mean. Pass "
-                "`ja.finalize(sums).grads`."
-            )
-        pure = nnx.as_pure(nnx.state(grads.grads if summed else grads, self.wrt))
-        updates = dataclasses.replace(grads, grads=pure) if summed else pure
-        return _apply(
-            self,
-            model,
-            lambda state, params: self.tx.update(updates, state, params, **nnx.as_pure(kwargs)),
-        )
+        check_divides("nnx.Optimizer.update", grads, kwargs, self.opt_state)
+        sums = grads if isinstance(grads, WindowSums) else None
+        given: Any = nnx.as_pure(nnx.state(grads if sums is None else sums.grads, self.wrt))
+        given = given if sums is None else dataclasses.replace(sums, grads=given)
+        tx, named = of_trained(self.tx), nnx.as_pure(kwargs)
+        return _apply(self, model, lambda state, params: tx.update(given, state, params, **named))
 
 
 def flush(optimizer: nnx.Optimizer, model: Any, **extra_args: Any) -> Any:
@@ -227,11 +224,7 @@ def train_step(
                 "nnx.train_step: `optimizer` must be a `jaxaccum.nnx.Optimizer`, got "
                 f"{type(optimizer).__name__}. Make it with `Optimizer(model, tx, wrt=nnx.Param)`."
             )
-        if find_states(optimizer.opt_state):
-            raise ValueError(
-                "nnx.train_step: `optimizer` holds a `ja.multi_steps`, but a step is a whole "
-                "window. Give it the inner optimizer, or use `accumulate` and `optimizer.update`."
-            )
+        check_no_window("nnx.train_step", "optimizer", optimizer.opt_state)
         if donate:
             _own_buffers((model, optimizer), (every, key, denominators))
         named = {"key": key, "num_real": num_real, "denominators": denominators}
