@@ -53,36 +53,34 @@ def sums(
         local, param_specs=tree.tree(own, whole_rows), grad_specs=tree.tree(out, whole_rows)
     )
 
-    # What is not an array cannot enter a `shard_map` and is closed over.
     others = batch.others(args)
-    whole: dict[Any, Any] = (
-        others | call._replace(num_real=None if per_device else num_real)._asdict()
-    )
-    leaves, structure = jax.tree.flatten(list(whole.values()))
-    arrays = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
-    specs = _specs_of(whole, tree.by_position(own))
-    given = [jnp.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
-    specs = [spec for spec, a in zip(specs, arrays, strict=True) if a]
+    named = call._replace(num_real=None if per_device else num_real)._asdict()
+    entering = _Entering([*others.values(), *named.values()], jax.Array | np.ndarray)
+    by_position: dict[Any, Any] = tree.by_position(own)
+    everywhere = [
+        by_position.get(p, [PartitionSpec()] * len(jax.tree.leaves(arg)))
+        for p, arg in [*others.items(), *named.items()]
+    ]
+    specs = entering.pick(jax.tree.leaves(everywhere))
     layout: dict[str, Any] = {}
     grad_specs = jax.tree.leaves(tree.tree(out, [rows] * len(batch.leaves)))
     groups = list(dict.fromkeys([PartitionSpec(), rows, *grad_specs]))
 
     def window_fn(given: list[Any], sharded: Any) -> list[list[Any]]:
-        supply = iter(given)
-        mixed = [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
-        named: dict[Any, Any] = dict(zip(whole, jax.tree.unflatten(structure, mixed), strict=True))
+        values = entering.put(given)
+        positional = dict(zip(others, values[: len(others)], strict=True))
         own_rows, real = sharded
-        own = Given(*[named[name] for name in Given._fields])
+        own = Given(*values[len(others) :])
         if per_device:
             own = own._replace(num_real=jnp.asarray(real)[0])
-        every = batch.put([named.get(p) for p in range(len(args))], own_rows)
+        every = batch.put([positional.get(p) for p in range(len(args))], own_rows)
         result = bound_fn(local, every, own).sums()
         flat, layout["tree"] = jax.tree.flatten(result)
         kinds = layout["kinds"] = _kinds(result, rows, grad_specs)
         layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind is None]
         return [[x for x, kind in zip(flat, kinds, strict=True) if kind == g] for g in groups]
 
-    given = [_place(x, spec, mesh, names) for x, spec in zip(given, specs, strict=True)]
+    given = [_place(x, spec, mesh, names) for x, spec in zip(entering.given, specs, strict=True)]
     sharded = (batch.leaves, num_real if per_device else None)
     sharded = jax.tree.map(lambda x: _place(x, rows, mesh, names), sharded)
     results = jax.shard_map(
@@ -107,18 +105,12 @@ def combine(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> A
     batch = Batch(options.function, args, options.batch_argnums, options.argnums)
     names, mesh, _ = _devices(options, args, batch)
     local = _local(options, names, batch)
-    whole = {"args": batch.others(args), "key": key, "real": num_real}
-    # What is not an array cannot enter a `shard_map` and is closed over.
-    leaves, tree = jax.tree.flatten(whole)
-    arrays = [isinstance(x, jax.Array | np.ndarray | float) for x in leaves]
-    given = [jnp.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
+    entering = _Entering((batch.others(args), key, num_real), jax.Array | np.ndarray | float)
 
     def local_fn(given: list[Any], own_rows: list[Any]) -> Any:
-        supply = iter(given)
-        mixed = [next(supply) if a else x for x, a in zip(leaves, arrays, strict=True)]
-        named = jax.tree.unflatten(tree, mixed)
-        every = batch.put([named["args"].get(p) for p in range(len(args))], own_rows)
-        return Replay(local, every, named["key"], named["real"]).combined()
+        others, own_key, real = entering.put(given)
+        every = batch.put([others.get(p) for p in range(len(args))], own_rows)
+        return Replay(local, every, own_key, real).combined()
 
     everywhere, rows = PartitionSpec(), PartitionSpec(names)
     return jax.shard_map(
@@ -128,9 +120,32 @@ def combine(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> A
         out_specs=everywhere,
         axis_names=set(names),
     )(
-        [_place(x, everywhere, mesh, names) for x in given],
+        [_place(x, everywhere, mesh, names) for x in entering.given],
         [_place(x, rows, mesh, names) for x in batch.leaves],
     )
+
+
+class _Entering:
+    """What enters a `shard_map` whole: the arrays of a tree; what is none is closed over.
+
+    Attributes:
+      given: the arrays.
+    """
+
+    def __init__(self, tree: Any, kinds: Any):
+        self._leaves, self._tree = jax.tree.flatten(tree)
+        self._enters = [isinstance(x, kinds) for x in self._leaves]
+        self.given = [jnp.asarray(x) for x in self.pick(self._leaves)]
+
+    def pick(self, values: Sequence[Any]) -> list[Any]:
+        """Those of one value for each leaf that belong to the arrays."""
+        return [x for x, enters in zip(values, self._enters, strict=True) if enters]
+
+    def put(self, given: Sequence[Any]) -> Any:
+        """The tree around other arrays."""
+        supply = iter(given)
+        pairs = zip(self._leaves, self._enters, strict=True)
+        return jax.tree.unflatten(self._tree, [next(supply) if e else x for x, e in pairs])
 
 
 def _local(options: Options, names: tuple[str, ...], batch: Batch) -> Options:
@@ -179,15 +194,6 @@ def _layouts(
     if options.grad_specs is None:
         return own, own
     return own, specs(tree.shards("grad_specs", options.grad_specs, names))
-
-
-def _specs_of(whole: dict[Any, Any], by_position: dict[int, Any]) -> list[PartitionSpec]:
-    """The spec of each leaf of what enters the `shard_map` beside the batch."""
-    specs: list[PartitionSpec] = []
-    for name, value in whole.items():
-        replicated = [PartitionSpec()] * len(jax.tree.leaves(value))
-        specs += jax.tree.leaves(by_position[name]) if name in by_position else replicated
-    return specs
 
 
 def _kinds(
