@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from device_routes import DEVICES, PMAP, Setup, bits, recorder
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracles import assert_equal
 
@@ -473,3 +474,23 @@ def test_local_gradients_of_cast_parameters_are_accepted():
     x = np.arange(DEVICES * SIZE, dtype=np.float32).reshape(DEVICES, SIZE)
     updates = setup.shard(step, (P(), P("data")), P())(PARAMS, setup.put(x, P("data")))
     assert_equal(updates, {"w": -x.mean(axis=0), "b": -1.0})
+
+
+@pytest.mark.parametrize(
+    "every",
+    [2, lambda step: jnp.where(step < 3, 2, 4), ja.until_weight(lambda step: 1.0 + step)],
+    ids=["int", "function", "weight"],
+)
+def test_the_first_window_is_checked_where_only_some_axes_are_manual(every):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    tx = ja.multi_steps(optax.sgd(1.0), every, axis_name="data")
+    init = jax.shard_map(
+        lambda w: tx.init(w).micro_step,
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        assert jax.jit(init)(jnp.ones(2)) == 0

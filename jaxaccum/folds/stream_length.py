@@ -91,7 +91,8 @@ def is_full(
 
 def check_first(every: Any) -> None:
     """Refuses a function of the optimizer step that returns no length for the first window."""
-    with jax.ensure_compile_time_eval():
+    nowhere = jax.sharding.AbstractMesh((), ())  # manual axes have no devices while tracing
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
         step = jnp.zeros((), jnp.int32)
         if isinstance(every, until_weight):
             _target(every, step)
