@@ -306,3 +306,20 @@ def test_extremes_of_complex_gradients_are_refused(mark):
     )
     with pytest.raises(TypeError, match=r"`grad_reducers` must be .* complex64\[\]"):
         f(jnp.complex64(1), jnp.ones(2))
+
+
+def test_what_did_not_run_is_not_the_last_of_merged_sums():
+    """A half without micro-batches adds nothing: the last value is the one before it."""
+
+    def loss_fn(w, x, *, model_state):
+        return ja.mean(w * x), (ja.Last({"sum": x.sum()}), {"steps": model_state["steps"] + 1})
+
+    options = {"has_aux": True, "grad_reducers": ja.Last, "model_state": "pooled"}
+    f = ja.accumulate(loss_fn, num_microbatches=1, skip_nonfinite=True, **options)
+    state = {"steps": jnp.int32(4)}
+    ran = f(jnp.float32(1), jnp.array([2.0, 3.0]), model_state=state)
+    skipped = f(jnp.float32(1), jnp.array([np.nan, 3.0]), model_state=state)
+    not_run = f(jnp.float32(1), jnp.array([7.0, 3.0]), num_real=0, model_state=state)
+    for order in ((ran, skipped), (not_run, ran), (ran, not_run, skipped)):
+        window = ja.finalize(ja.merge(*order))
+        assert (window.aux, window.grads, window.model_state["steps"]) == ({"sum": 5}, 5, 5)

@@ -16,6 +16,7 @@ from jaxaccum.core.reducers import (
     Addition,
     Agreed,
     Kept,
+    Latest,
     Reducer,
     Reducers,
     reducers_of,
@@ -183,7 +184,14 @@ def merge(a: Any, b: Any, *more: Any) -> Any:
 
 def _merge(a: WindowSums, b: WindowSums) -> WindowSums:
     check_merge(a, b)
-    return jax.tree.map(lambda reducer, x, y: reducer.merge(x, y), a.reducers, a, b)
+    ran = b.num_microbatches > 0  # what did not run is not the last
+
+    def pair(reducer: Reducer, x: Any, y: Any) -> Any:
+        if isinstance(reducer, Latest) and not _is_float0(x):
+            return jnp.where(ran, y, x)
+        return reducer.merge(x, y)
+
+    return jax.tree.map(pair, a.reducers, a, b)
 
 
 def finalize(sums: WindowSums) -> Window:
