@@ -3,7 +3,7 @@
 One bilinear loss, `a * s * x + v @ y` with weights `u` for its rows, is run with everything drawn:
 the order of arguments, `argnums`, `batch_argnums`, the cut, terms, `denominators=`, reducers of
 gradients and outputs, integer leaves, nans, skips, accumulators, dtypes, the route (one call,
-halves merged, devices on one axis or two). All numbers are small integers.
+halves merged or sent into a stream, devices on one axis or two). Numbers are small integers.
 """
 
 import functools
@@ -14,13 +14,17 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxaccum as ja
 
 FEW, MANY = 12, 500
-OURS = re.compile(r"(accumulate|value_and_grad|merge|finalize|mean|Mean|denominators): .*`", re.S)
+OURS = re.compile(
+    r"(accumulate|value_and_grad|merge|finalize|mean|Mean|denominators|multi_steps|flush): .*`",
+    re.S,
+)
 CUT, MEANS = "xy", {"one": ("main",), "other": ("main", "other"), "penalty": ("main", "penalty")}
 
 
@@ -87,6 +91,8 @@ def combination(seed):
         "x": {"u": u, "x": x},
         "y": y,
     }
+    whole = not set(c.asked) & set(CUT) and not c.maximum
+    c.stream = halves and whole and pick(True, True, False)
     return c
 
 
@@ -306,10 +312,28 @@ def result(c):
             ]
             of_part = functools.partial(call, number=len(cuts(c, np.arange(high - low))))
             sums.append((jax.jit(of_part) if c.jit else of_part)(*part))
-        return read(ja.merge(*sums))
+        loss, grads, aux = read(ja.merge(*sums))
+        return loss, streamed(c, sums) if c.stream else grads, aux
     if c.route == "pmap":
         return over_pmap(c, lambda *a: read(call(*a)), args, [whole[n] != P() for n in c.order])
     return over_mesh(c, lambda *a: read(call(*a)), args, in_specs)
+
+
+def streamed(c, sums):
+    """What a stream steps by that takes these sums, as a gradient; integers keep every bit."""
+    params = tuple(c.args[n] for n in c.asked)
+    params = params if isinstance(c.argnums, tuple) else params[0]
+    tx = ja.multi_steps(optax.sgd(1.0), len(sums))
+    state = tx.init(params)
+    for part in sums:
+        updates, state = tx.update(part, state, params)
+    if not ja.has_updated(state):  # a call of which nothing is left is replaced by the next one
+        updates, state = ja.flush(tx, state, params)
+    after = optax.apply_updates(params, updates)
+    for x, y in zip(*map(jax.tree.leaves, (params, after)), strict=True):
+        assert x.dtype == y.dtype
+        assert jnp.issubdtype(x.dtype, jnp.inexact) or np.array_equal(x, y)
+    return jax.tree.map(lambda u: -u, updates)
 
 
 def over_pmap(c, run, args, is_cut):
