@@ -107,6 +107,19 @@ def _on_devices(w, batch, *, check_vma=True, types=AxisType.Auto):
     return jax.jit(run)(w, batch)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_values_alone_in_a_shard_map_outside_of_jit(check_vma):
+    g = ja.microbatch(
+        lambda w, x: {"sum": ja.Sum(jnp.sum(w * x)), "max": ja.Max(jnp.max(w * x))},
+        num_microbatches=2,
+        axis_name="data",
+    )
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    got = jax.shard_map(g, mesh=mesh, **specs)(jnp.float32(2), jnp.arange(8.0))
+    assert got == {"sum": 56.0, "max": 14.0}
+
+
 def _spmd(w, batch, *, types):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
     with jax.set_mesh(mesh):

@@ -182,7 +182,9 @@ class Replay:
             return (self._backward(values, outs, extremes, asked.flags, cotangents),)
 
         combine.defvjp(forward, backward, symbolic_zeros=True)
-        outs = combine(self.inputs)
+        # An eager `shard_map` evaluates no `custom_vjp` with symbolic zeros, but any `jit`.
+        manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+        outs = (jax.jit(combine) if manual else combine)(self.inputs)
         return values_of(jax.tree.unflatten(jax.tree.structure(self.out_shape), outs))
 
     def _check_asked(self, values: _Inputs, flags: _Inputs) -> None:
