@@ -331,6 +331,16 @@ class TestMetrics:
                 pytest.raises(ValueError, match=r"`metric.count`.* metric whose .* do not add up"),
             ):
                 f(Linear(metric=nnx.metrics.Welford), x)
+
+        class Own(nnx.Module):
+            def __init__(self):
+                self.total = nnx.metrics.MetricState(jnp.float32(0))
+
+            def update(self, values):
+                self.total[...] += values.sum()
+
+        with pytest.raises(ValueError, match=r"`metric.total`.* metric whose .* do not add up"):
+            ja_nnx.accumulate(measured, model_state="pooled", **CUT)(Linear(metric=Own), x)
         model = Linear(metric=nnx.metrics.Welford)
         ja_nnx.value_and_grad(measured, model_state="sequential", num_microbatches=2)(model, x)
         np.testing.assert_allclose(model.metric.compute().standard_deviation, x.std(), rtol=1e-6)
@@ -354,6 +364,21 @@ class TestMetrics:
         close(metrics.compute(), want.compute())
         np.testing.assert_allclose(metrics.compute()["loss"], loss, rtol=1e-6)
         assert metrics.accuracy.count[...] == 12
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_inside_of_a_shard_map(self, check_vma):
+        f = ja_nnx.value_and_grad(measured, axis_name="data", num_microbatches=2)
+        run = nnx.shard_map(
+            f,
+            mesh=jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+            in_specs=(jax.P(), jax.P("data")),
+            out_specs=jax.P(),
+            check_vma=check_vma,
+        )
+        model = Linear()
+        loss, grads = run(model, jnp.arange(8.0))
+        assert (loss, grads["w"][...]) == (3.5, 3.5)
+        assert (model.metric.compute(), model.metric.count[...]) == (3.5, 8)
 
 
 class TestOptimizer:

@@ -41,10 +41,10 @@ class Parts:
                 f"{checks.describe(args[0])}."
             )
         wanted = {i: filterlib.to_predicate(f) for i, f in filters.items() if i in self.nodes}
-        metrics = [(p, x) for p, x in nnx.iter_graph(self.nodes) if isinstance(x, nnx.Metric)]
-        averages = [x for _, x in metrics if isinstance(x, nnx.metrics.Average)]
+        metrics = [x for _, x in nnx.iter_graph(self.nodes) if isinstance(x, nnx.Metric)]
+        averages = [x for x in metrics if isinstance(x, nnx.metrics.Average)]
         summed = {id(v) for average in averages for v in (average.total, average.count)}
-        others = {id(v) for _, x in metrics for v in vars(x).values()} - summed
+        measured = {id(v) for x in metrics for v in vars(x).values()}
 
         def kind(path: tuple[Any, ...], x: Any) -> Any:
             if id(x) in summed:
@@ -59,7 +59,11 @@ class Parts:
         self._graph, state = nnx.split(self.nodes)
         variables = dict(nnx.to_flat_state(state))
         self._kinds = {path: kind(path, x) for path, x in variables.items()}
-        self._metrics = {path for path, x in variables.items() if id(x) in others}
+        self._metrics = {
+            path
+            for path, x in variables.items()
+            if isinstance(x, nnx.metrics.MetricState) or id(x) in measured
+        }
         self.args = [() if i in self.nodes else arg for i, arg in enumerate(args)]
         for i in wanted:
             self.args[i] = self._select(variables, i)
