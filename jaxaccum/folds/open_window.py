@@ -126,34 +126,30 @@ def match(updates: Any, grad_carry: Any, params: Any, *, bare: bool) -> Leaves:
             f"multi_steps: `updates` has the tree structure {given_tree}, but the state was made "
             f"for {held_tree}. {_REMEDY}"
         )
+    names = [f"updates{jax.tree_util.keystr(path)}" for path, _ in given]
+    grads = [grad for _, grad in given]
+    for name, grad, carry in zip(names, grads, held, strict=True):
+        if carry is not None:
+            _check_grad(name, grad, carry, bare=bare)
     known = [None] * len(held)
     if params is not None:
         params = differentiated(params)
-        check_params(params, updates)
+        check_params(params, updates, grad_carry)
         known = jax.tree.leaves(params, is_leaf=is_none)
-    for (path, grad), carry, param in zip(given, held, known, strict=True):
-        name = f"updates{jax.tree_util.keystr(path)}"
-        if carry is not None:
-            _check_grad(name, grad, carry, bare=bare)
-            if param is not None and not is_inexact(param):
-                raise TypeError(
-                    f"multi_steps: `params{jax.tree_util.keystr(path)}` is "
-                    f"{checks.describe(param)}, but had a gradient in `init`. Pass the parameters "
-                    "that `init` saw, as they are now."
-                )
-        elif grad is not None and is_inexact(grad) and (param is None or is_inexact(param)):
+    for name, grad, carry, param in zip(names, grads, held, known, strict=True):
+        unknown = carry is None and grad is not None and is_inexact(grad)
+        if unknown and (param is None or is_inexact(param)):
             raise ValueError(
                 f"multi_steps: the state holds no sum for `{name}`: the parameter was an integer, "
                 f"or `None`, in `init`. {_REMEDY}"
             )
     moves = [carry is not None for carry in held]
-    pairs = list(zip(given, held, strict=True))
     return Leaves(
-        grads=[jnp.asarray(grad) for (_, grad), carry in pairs if carry is not None],
+        grads=[jnp.asarray(g) for g, moving in zip(grads, moves, strict=True) if moving],
         carries=[None if bare else carry for carry in held if carry is not None],
         tree=jax.tree.structure(hide(updates, moves)),
         moves=moves,
-        others=[unchanged(g, p) for (_, g), p in zip(given, known, strict=True)],
+        others=[unchanged(g, p) for g, p in zip(grads, known, strict=True)],
     )
 
 
@@ -193,7 +189,7 @@ def _check_grad(name: str, grad: Any, carry: Any, *, bare: bool) -> None:
         )
 
 
-def check_params(params: Any, updates: Any) -> None:
+def check_params(params: Any, updates: Any, grad_carry: Any) -> None:
     """Requires the parameters to have the structure and shapes of the gradients."""
     remedy = "Pass the parameters that `init` saw, as they are now."
     tree: Any
@@ -204,11 +200,18 @@ def check_params(params: Any, updates: Any) -> None:
             f"multi_steps: `params` has the tree structure {tree}, but `updates` has "
             f"{grads_tree}. {remedy}"
         )
-    for (path, leaf), grad in zip(leaves, grads, strict=True):
+    held = jax.tree.leaves(grad_carry, is_leaf=accumulators.is_carry)
+    for (path, leaf), grad, carry in zip(leaves, grads, held, strict=True):
+        name = f"params{jax.tree_util.keystr(path)}"
         if leaf is not None and grad is not None and np.shape(leaf) != np.shape(grad):
             raise ValueError(
-                f"multi_steps: `params{jax.tree_util.keystr(path)}` is {checks.describe(leaf)}, "
-                f"but its gradient is {checks.describe(grad)}. {remedy}"
+                f"multi_steps: `{name}` is {checks.describe(leaf)}, but its gradient is "
+                f"{checks.describe(grad)}. {remedy}"
+            )
+        if carry is not None and (leaf is None or not is_inexact(leaf)):
+            raise TypeError(
+                f"multi_steps: `{name}` is {checks.describe(leaf)}, but had a gradient in `init`. "
+                f"{remedy}"
             )
 
 
