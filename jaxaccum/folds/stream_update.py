@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,10 @@ from jaxaccum.folds.handover import (
     hand_over,
     own_buffer,
 )
-from jaxaccum.folds.inner import Trial, sees_every_window, tried
-from jaxaccum.folds.leaves import (
-    differentiated,
-    each,
-    fill,
-    hide,
-    no_update,
-    still,
-    trained,
-    whole_again,
-)
-from jaxaccum.folds.open_window import Leaves, OpenWindow, match, rebuild
+from jaxaccum.folds.inner import sees_every_window
+from jaxaccum.folds.inner_call import InnerCall
+from jaxaccum.folds.leaves import differentiated, no_update, trained
+from jaxaccum.folds.open_window import OpenWindow, match, rebuild
 from jaxaccum.folds.stream_arguments import (
     Call,
     check_given,
@@ -44,70 +36,6 @@ from jaxaccum.folds.stream_arguments import (
 from jaxaccum.folds.stream_length import check_first, is_full, is_one, window_length
 from jaxaccum.folds.stream_state import MeanSum, MultiStepsState, check_no_window
 from jaxaccum.numerics import accumulators, loss_scaling, weights
-
-
-class _Run(NamedTuple):
-    """The inner optimizer, with the arguments of one call.
-
-    Attributes:
-      inner: the optimizer.
-      leaves: the call's gradients; the optimizer sees the parameters that they are of.
-      extra_args: the extra arguments that are handed on as they are.
-      grad_args: which of them are the window's mean gradient.
-      params: the parameters that it sees, or `None`.
-      offered: the names of the window's means.
-      asked: those of them that this call gave.
-      trial: what is known of its updates.
-    """
-
-    inner: Any
-    leaves: Leaves
-    extra_args: dict[str, Any]
-    grad_args: tuple[str, ...]
-    params: Any
-    offered: Sequence[str]
-    asked: Sequence[str]
-    trial: Trial = Trial(False, None, None)
-
-    def __call__(self, grads: Sequence[Any], values: Any, inner_state: Any, params: Any) -> Any:
-        mean_grads = jax.tree.unflatten(self.leaves.tree, grads)
-        named = {**self.extra_args, **values}
-        named |= {name: mean_grads for name in self.grad_args if name in named}
-        updates, inner_state = self.inner.update(mean_grads, inner_state, params, **named)
-        return still(updates, self.trial.constant), inner_state
-
-    def closing(
-        self, grads: Sequence[Any], means: dict[str, Mean], inner_state: Any, params: Any
-    ) -> Any:
-        """The update of a window, with all of its means if the optimizer takes them."""
-
-        def given(names: Sequence[str]) -> Any:
-            return self(grads, {n: means[n].value for n in names}, inner_state, params)
-
-        if self.offered == self.asked:
-            return given(self.asked)
-        try:
-            return given(self.offered)
-        except TypeError:  # what this call gave was tried, and is taken
-            return given(self.asked)
-
-    def tried(self, inner_state: Any, axes: tuple[str, ...], *, flush: bool) -> "_Run":
-        """The same after a trial with what this call gave; a flush gives all or nothing."""
-
-        def updates_of(offering: bool, grads: Any, inner_state: Any, params: Any) -> Any:
-            # The inner optimizer sees what is the same on all devices.
-            grads = jax.lax.psum(grads, axes) if axes else grads
-            names = self.offered if offering else self.asked
-            values = {name: jnp.zeros((), jnp.float32) for name in names}
-            return self(grads, values, inner_state, params)[0]
-
-        return self._replace(
-            trial=tried(updates_of, self.leaves.grads, inner_state, self.params, offers=flush)
-        )
-
-    def whole(self, updates: Any) -> Any:
-        """The updates with those of the leaves that the optimizer does not see."""
-        return each(lambda u: fill(u, self.leaves.moves, self.leaves.others), updates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +119,8 @@ class Stream:
         means, extra_args = split_extra_args(extra_args, self.mean_args, every_mean=flush)
         # A call that gives no mean leaves it to those before.
         offered = [name for name in mean_sums if name not in extra_args]
-        run = self._runner(leaves, params, extra_args, offered, asked)
+        given = [name for name in offered if name in asked]
+        run = InnerCall.of(self.inner, leaves, params, extra_args, offered, given, self.grad_args)
         if bare and call.weight is None and not (self.skips or flush or axes):
             return self._plain_step(run, means, state)
         window = OpenWindow(
@@ -224,24 +153,8 @@ class Stream:
             **counts,
         )
 
-    def _runner(
-        self,
-        leaves: Leaves,
-        params: Any,
-        extra_args: dict[str, Any],
-        offered: Sequence[str],
-        asked: frozenset[str],
-    ) -> _Run:
-        seen = None if params is None else each(lambda p: hide(p, leaves.moves), params)
-        whole = {
-            name: whole_again(value, differentiated(params), leaves.moves)
-            for name, value in extra_args.items()
-        }
-        given = [name for name in offered if name in asked]
-        return _Run(self.inner, leaves, whole, self.grad_args, seen, offered, given)
-
     def _plain_step(
-        self, run: _Run, means: dict[str, Mean], state: MultiStepsState
+        self, run: InnerCall, means: dict[str, Mean], state: MultiStepsState
     ) -> tuple[Any, MultiStepsState]:
         """A window of one micro-step: its gradients reach the optimizer untouched."""
         run = run.tried(state.inner_state, (), flush=False)
@@ -281,7 +194,7 @@ class Stream:
 
     def _closed(
         self,
-        run: _Run,
+        run: InnerCall,
         window: OpenWindow,
         closing: jax.Array,
         state: MultiStepsState,
