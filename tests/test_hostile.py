@@ -45,6 +45,16 @@ def test_a_weight_that_is_not_finite_ends_with_its_window(bad):
     assert updates == -2
 
 
+def test_a_length_below_one_that_is_not_known_counts_as_one():
+    tx = ja.multi_steps(optax.sgd(1.0), lambda step: 2 - 2 * step)
+    state, update = tx.init(jnp.float32(0)), jax.jit(tx.update)
+    for closed in (False, True, True, True):
+        _, state = update(jnp.float32(1), state)
+        assert ja.has_updated(state) == closed
+    with pytest.raises(ValueError, match="above 0, got -4"):
+        tx.update(jnp.float32(1), state)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_read_as_they_are(bad):
     tx = ja.multi_steps(optax.sgd(1.0), 4)
