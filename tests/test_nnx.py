@@ -9,6 +9,7 @@ from flax import nnx
 
 import jaxaccum as ja
 from jaxaccum import nnx as ja_nnx
+from jaxaccum.orbax import Checkpoints, Run
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(1, 2, size=(12, 3)), jnp.float32)
@@ -498,3 +499,29 @@ class TestOptimizer:
             step(model, ja_nnx.Optimizer(model, ja.multi_steps(optax.sgd(1.0), 2)), Y)
         with pytest.raises(TypeError, match="no keyword of"):
             ja_nnx.train_step(plain, num_microbatch=2)
+
+    def test_a_checkpoint_in_mid_window_goes_on_bit_for_bit(self, tmp_path):
+        f = ja_nnx.accumulate(squares, num_microbatches=2, model_state="sequential")
+
+        def fresh(seed):
+            model = Model(nnx.Rngs(seed), rate=0.5)
+            return model, ja_nnx.Optimizer(model, ja.multi_steps(optax.adam(0.1), 3))
+
+        def go_on(model, optimizer, calls):
+            for _ in range(calls):
+                optimizer.update(model, f(model, (X, Y)))
+
+        one, other = fresh(0), fresh(1)
+        go_on(*one, 4)
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(Run(*map(nnx.state, one), micro_batches=4))
+            run = checkpoints.restore(Run(*map(nnx.state, other)))
+        nnx.update(other[0], run.params)
+        nnx.update(other[1], run.state)
+        for pair in (one, other):
+            go_on(*pair, 2)
+        assert other[1].step[...] == 2
+        same = jax.tree.map(
+            lambda a, b: (a == b).all(), *(list(map(nnx.state, p)) for p in (one, other))
+        )
+        assert jax.tree.all(same)
