@@ -127,6 +127,8 @@ class TestValueAndGrad:
         close(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), before, rtol=0, atol=0)
         with pytest.raises(TypeError, match=r"must be an `nnx.Module`"):
             f({}, (X, Y))
+        with pytest.raises(TypeError, match="the model holds its own state; say what becomes"):
+            f(model, (X, Y), model_state="pooled")
 
     def test_a_model_without_state_needs_no_policy(self):
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))

@@ -14,6 +14,7 @@ from jaxaccum.core.reducers import Max, Sum, values_of
 from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.folds.arguments import NOTHING, Given, Options, passed_key, positional
 from jaxaccum.folds.batch import Batch, checked_argnums
+from jaxaccum.folds.model_state import CHOICES
 from jaxaccum.folds.window import accumulate as plain_accumulate
 from jaxaccum.folds.window import value_and_grad as plain_value_and_grad
 from jaxaccum.nnx import parts
@@ -180,6 +181,11 @@ def _differentiated(function: str, argnums: Any, wrt: Any) -> tuple[dict[int, An
 
 
 def _positional(function: str, args: tuple[Any, ...], named: dict[str, Any], cut: Any) -> Any:
+    if named.get("model_state") is not None:
+        raise TypeError(
+            f"nnx.{function}: the model holds its own state; say what becomes of it where the "
+            f"function is made, `ja_nnx.{function}(loss_fn, model_state=...)`: {CHOICES}."
+        )
     inputs = {name: x for name, x in named.items() if name not in Given._fields}
     return positional(f"nnx.{function}", args, inputs, cut)
 
