@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxaccum.core.leaves import leafwise
+
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _SHORT = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "i"}
@@ -213,7 +215,11 @@ def is_inexact(x: Any) -> bool:
 
 def all_finite(arrays: Sequence[Any]) -> jax.Array:
     """Whether no entry of any array is nan or infinite; a boolean scalar."""
-    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
+    return jnp.concatenate(leafwise(_is_finite, list(map(jnp.asarray, arrays)))).all()
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()[None]
 
 
 def mask(function: str, name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:

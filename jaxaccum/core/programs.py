@@ -82,6 +82,20 @@ def stage(fn: Callable[..., Any], *args: Any, axis_env: Sequence[tuple[str, int]
     return Program(*made, tuple(axis_env))
 
 
+def stage_call(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Program]:
+    """Traces `fn` once, to be called as one equation wherever the types of `args` come again.
+
+    Returns:
+      What to call, and the program, from the flat `args` to flat outputs.
+    """
+    call = jax.jit(fn)
+    traced = call.trace(*args)
+    if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(args)):
+        # It takes what `fn` closes over, too; traced around, the call has these as constants.
+        return call, stage(call, *args)
+    return call, Program(traced.jaxpr, traced.out_info)
+
+
 def types_of(fn: Callable[..., Any], *args: Any) -> Any:
     """The tree of abstract values that `fn(*args)` returns, nothing of their types left out."""
     program = stage(fn, *args)

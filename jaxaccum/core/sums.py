@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxaccum.core import checks
 from jaxaccum.core.agreement import check_merge
+from jaxaccum.core.leaves import leafwise
 from jaxaccum.core.mean import Mean, add, as_float, divide, pool
 from jaxaccum.core.noise import NoiseSums
 from jaxaccum.core.reducers import (
@@ -33,6 +34,7 @@ _REDUCERS: dict[str, Reducer] = {
     "denominators": Agreed(),
     "noise": Addition(),
 }
+_KEPT = Kept()
 
 
 @jax.tree_util.register_dataclass
@@ -109,14 +111,15 @@ class WindowSums:
         What came in from outside stays, and what is stacked or concatenated in `aux` as it came.
         """
         reducers = self.reducers
-        empty = jax.tree.map(lambda reducer, x: reducer.empty(x), reducers, self)
+        empty = _each(_methods("empty", reducers), self)
         aux = jax.tree.map(lambda r, x, y: x if r.emits else y, reducers.aux, self.aux, empty.aux)
         own = empty.denominators if not self.denominators_given else self.denominators
         return dataclasses.replace(empty, aux=aux, denominators=own)
 
     def select(self, keep: jax.Array, other: "WindowSums") -> "WindowSums":
         """These sums where `keep` holds, `other` elsewhere: selected, never multiplied."""
-        return jax.tree.map(lambda x, y: x if _is_float0(x) else jnp.where(keep, x, y), self, other)
+        chosen = [None if _is_float0(x) else _chosen for x in jax.tree.leaves(self)]
+        return _each(chosen, self, other, shared=(keep,))
 
 
 class Window(NamedTuple):
@@ -184,14 +187,14 @@ def merge(a: Any, b: Any, *more: Any) -> Any:
 
 def _merge(a: WindowSums, b: WindowSums) -> WindowSums:
     check_merge(a, b)
+    merged = _each(_methods("merge", a.reducers), a, b)
     ran = b.num_microbatches > 0  # what did not run is not the last
 
-    def pair(reducer: Reducer, x: Any, y: Any) -> Any:
-        if isinstance(reducer, Latest) and not _is_float0(x):
-            return jnp.where(ran, y, x)
-        return reducer.merge(x, y)
+    def last(reducer: Reducer, new: Any, old: Any) -> Any:
+        latest = isinstance(reducer, Latest) and not _is_float0(new)
+        return jnp.where(ran, new, old) if latest else new
 
-    return jax.tree.map(pair, a.reducers, a, b)
+    return jax.tree.map(last, a.reducers, merged, a)
 
 
 def finalize(sums: WindowSums) -> Window:
@@ -221,23 +224,15 @@ def finalize(sums: WindowSums) -> Window:
     if sums.denominators is None:
         (total,), (weight,) = totals, weights
         loss = Mean(total, weight).value
-        scale = weight
+        finish: Any = _quotient
+        by = weight
     else:
         loss = _sum_of_means(totals, jax.tree.leaves(sums.denominators), _counting(sums))
         loss = jnp.where(is_empty(sums), np.asarray(jnp.nan, loss.dtype), loss)
-        scale = None
-    poison = _differing(sums.denominators)
-
-    def grad(reducer: Any, leaf: Any) -> Any:
-        if not reducer.divides:
-            return leaf
-        if scale is not None:
-            return divide(leaf, scale, empty=0.0)
-        return leaf if poison is None else jnp.where(poison, np.asarray(jnp.nan, leaf.dtype), leaf)
-
+        finish, by = _poisoned, _differing(sums.denominators)
     return Window(
         loss=loss,
-        grads=jax.tree.map(grad, sums.reducers.grads, sums.grads),
+        grads=_each_gradient(finish, sums, by),
         aux=values_of(sums.aux),
         weight=sums.weight,
         num_microbatches=sums.num_microbatches,
@@ -265,13 +260,7 @@ def cleared(sums: WindowSums) -> WindowSums:
     """
     if sums.denominators is None:
         return sums
-    empty = is_empty(sums)
-    grads = jax.tree.map(
-        lambda r, x: jnp.where(empty, jnp.zeros_like(x), x) if r.divides else x,
-        sums.reducers.grads,
-        sums.grads,
-    )
-    return dataclasses.replace(sums, grads=grads)
+    return dataclasses.replace(sums, grads=_each_gradient(_zero_if, sums, is_empty(sums)))
 
 
 def kept_if(good: jax.Array, sums: WindowSums, start: Any) -> WindowSums:
@@ -307,10 +296,8 @@ def _sum_of_means(
     return functools.reduce(add, terms)
 
 
-def _differing(denominators: Any) -> Any:
-    """Whether merged denominators differed; `None` where they are known to agree."""
-    if denominators is None:
-        return None
+def _differing(denominators: Any) -> jax.Array:
+    """Whether merged denominators differed."""
     flags = [jnp.isnan(d) for d in jax.tree.leaves(denominators)]
     return jnp.stack(flags).any()
 
@@ -319,9 +306,44 @@ def _is_float0(x: Any) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
+def _each(fns: Any, tree: Any, *trees: Any, shared: Any = ()) -> Any:
+    """`tree` with the results of one function for each array; `None` keeps it."""
+    leaves, structure = jax.tree.flatten(tree)
+    lists = [leaves, *map(jax.tree.leaves, trees)]
+    return jax.tree.unflatten(structure, leafwise(fns, *lists, shared=shared))
+
+
+def _methods(name: str, reducers: Any) -> list[Any]:
+    """A method of each of the reducers, `None` of those that keep their array."""
+    leaves = jax.tree.leaves(reducers)
+    return [None if isinstance(r, Kept) else getattr(r, name) for r in leaves]
+
+
+def _each_gradient(fn: Any, sums: WindowSums, *shared: Any) -> Any:
+    """The gradients that the window's weight divides, through `fn(gradient, *shared)`."""
+    divided = [r.divides for r in jax.tree.leaves(sums.reducers.grads)]
+    return _each([fn if d else None for d in divided], sums.grads, shared=shared)
+
+
+def _quotient(total: Any, weight: Any) -> jax.Array:
+    return divide(total, weight, empty=0.0)
+
+
+def _poisoned(grad: jax.Array, differing: Any) -> jax.Array:
+    return jnp.where(differing, np.asarray(jnp.nan, grad.dtype), grad)
+
+
+def _zero_if(grad: jax.Array, empty: jax.Array) -> jax.Array:
+    return jnp.where(empty, jnp.zeros_like(grad), grad)
+
+
+def _chosen(x: jax.Array, y: jax.Array, keep: jax.Array) -> jax.Array:
+    return jnp.where(keep, x, y)
+
+
 def _all(reducer: Reducer, tree: Any) -> Any:
     return jax.tree.map(lambda _: reducer, tree)
 
 
 def _of_gradient(leaf: Any) -> Reducer:
-    return Kept() if _is_float0(leaf) else Addition()
+    return _KEPT if _is_float0(leaf) else _REDUCERS["loss"]

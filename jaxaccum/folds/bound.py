@@ -17,7 +17,8 @@ from jaxaccum.folds import arguments, cut, devices, local_values, shards
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.gradients import Differentiated
-from jaxaccum.folds.losses import Loss, check_same_outputs, stage_loss
+from jaxaccum.folds.loss_gradient import LossGradient, stage_gradient
+from jaxaccum.folds.losses import Loss, check_same_outputs, paths, stage_loss
 from jaxaccum.folds.micro_step import MicroStep
 from jaxaccum.folds.model_state import ModelState, check_given
 from jaxaccum.folds.scan import Outcome, fold
@@ -32,6 +33,7 @@ class Bound:
     """
 
     is_typed = True  # whether JAX can type its collectives where replication is checked
+    differentiates = True  # whether the loss is traced with its gradient
 
     def __init__(self, options: Options, args: Sequence[Any], given: Given):
         name = options.function
@@ -60,6 +62,7 @@ class Bound:
             )
         self.last_state: list[Any] | None = None
         self._losses: dict[int, Loss] = {}
+        self._gradients: dict[int, LossGradient] = {}
 
     def _find_shards(self) -> None:
         """Which parameters come in parts, and which gradient sums are left in parts."""
@@ -98,44 +101,23 @@ class Bound:
         pairs = zip(parts, self.param_shards, strict=True)
         return [x if shard is None else shard.gather(x) for x, shard in pairs]
 
-    def first_loss(self) -> Loss:
-        """The staged loss on the first micro-batch's shape."""
-        return self._first()[0]
+    def first_loss(self) -> Any:
+        """The loss on the first micro-batch's shape, with its gradient where there is one."""
+        stage_fn: Any = self.gradient_at if self.differentiates else self.loss_at
+        return stage_fn(jnp.int32(0), self._first_rows())[0]
 
     def _first(self) -> tuple[Loss, list[Any], list[bool]]:
-        grid = self.segments[0].grid(self.batch.leaves)
-        return self.loss_at(jnp.int32(0), cut.micro_batch(grid, 0))
+        return self.loss_at(jnp.int32(0), self._first_rows())
+
+    def _first_rows(self) -> list[Any]:
+        return cut.micro_batch(self.segments[0].grid(self.batch.leaves), 0)
 
     def loss_at(
         self, index: Any, rows: Any, state: Sequence[Any] | None = None
     ) -> tuple[Loss, list[Any], list[bool]]:
-        """The staged loss, its flat inputs, and which of these are differentiated.
-
-        The user's function is traced here, once for each micro-batch shape.
-        """
-        key = None if self.key is None else jax.random.fold_in(self.key, index)
-        number = len(self.moving)
-        rest = [*rows, *([] if key is None else [key])]
-        # Gathered once before the fold, or in every micro-step, where only parts are kept.
-        flat = [*(self._gathered(index) if self.scattering else self.moving), *rest]
-        size = rest[0].shape[0]
-        if self.state is not None:
-            flat += self.state.leaves if state is None else state
+        """The loss as a program, its flat inputs, and which of these are differentiated."""
+        call_fn, flat, differentiated, size = self._flat(index, rows, state)
         if size not in self._losses:
-
-            def call_fn(*inputs: Any) -> Any:
-                stop = number + len(rest)
-                args = self.batch.put(self.args, inputs[number : number + len(rows)])
-                for position, value in self.tree.rebuild(inputs[:number]).items():
-                    args[position] = value
-                own_key = None if key is None else inputs[stop - 1]
-                named = arguments.passed_key(self.options, own_key)
-                if self.state is None:
-                    return self.options.loss_fn(*args, **named)
-                return self.state.call(
-                    self.options.loss_fn, args, named, inputs[stop:], self.options.has_aux
-                )
-
             loss = stage_loss(
                 self.options.function,
                 call_fn,
@@ -144,18 +126,74 @@ class Bound:
                 has_aux=self.options.has_aux or self.state is not None,
                 axis_env=self.axis_env,
             )
-            if self.axes:
-                name, n = self.options.function, loss.terms.num_leaves
-                local_values.check_undivided(name, loss.program, n, self.axes)
-                aux = jax.tree.unflatten(loss.aux_tree, loss.program.closed.out_avals[2 * n :])
-                terms = loss.paths()
-                local_values.check_outputs(name, loss.program, aux, self.axes, terms=terms)
-            for other in self._losses.values():
-                check_same_outputs(self.options.function, loss, other)
-            self._losses[size] = loss
+            self._losses[size] = self._checked(loss, self._losses)
+        return self._losses[size], flat, differentiated
+
+    def gradient_at(
+        self, index: Any, rows: Any, state: Sequence[Any] | None = None
+    ) -> tuple[LossGradient, list[Any]]:
+        """The loss and its gradient as a program, and its flat inputs.
+
+        The user's function is traced here, once for each micro-batch shape.
+        """
+        call_fn, flat, differentiated, size = self._flat(index, rows, state)
+        if size not in self._gradients:
+            gradient = stage_gradient(
+                self.options.function,
+                call_fn,
+                flat,
+                size,
+                differentiated=differentiated,
+                has_aux=self.options.has_aux or self.state is not None,
+                divides=self.given.denominators is not None,
+                scale=self.scale,
+                own_over=self.checked,
+                alone_fn=lambda: self.loss_at(index, rows, state)[0],
+            )
+            self._gradients[size] = self._checked(gradient, self._gradients)
+        return self._gradients[size], flat
+
+    def _checked(self, loss: Any, others: dict[int, Any]) -> Any:
+        """`loss`, which is no device's sum already and is like those of other shapes."""
+        function = self.options.function
+        if self.axes:
+            n = loss.terms.num_leaves
+            local_values.check_undivided(function, loss.program, n, self.axes)
+            avals = loss.program.closed.out_avals[2 * n : 2 * n + loss.aux_tree.num_leaves]
+            aux, terms = jax.tree.unflatten(loss.aux_tree, avals), paths(loss.terms)
+            local_values.check_outputs(function, loss.program, aux, self.axes, terms=terms)
+        for other in others.values():
+            check_same_outputs(function, loss, other)
+        return loss
+
+    def _flat(
+        self, index: Any, rows: Any, state: Sequence[Any] | None
+    ) -> tuple[Any, list[Any], list[bool], int]:
+        """The loss function on flat inputs, these for one micro-batch, and its rows."""
+        key = None if self.key is None else jax.random.fold_in(self.key, index)
+        number = len(self.moving)
+        rest = [*rows, *([] if key is None else [key])]
+        # Gathered once before the fold, or in every micro-step, where only parts are kept.
+        flat = [*(self._gathered(index) if self.scattering else self.moving), *rest]
+        size, cut_leaves, stop = rest[0].shape[0], number + len(rows), number + len(rest)
+        if self.state is not None:
+            flat += self.state.leaves if state is None else state
+
+        def call_fn(*inputs: Any) -> Any:  # kept beside its program, so it holds no arrays
+            args = self.batch.put(self.args, inputs[number:cut_leaves])
+            for position, value in self.tree.rebuild(inputs[:number]).items():
+                args[position] = value
+            own_key = inputs[cut_leaves] if cut_leaves < stop else None
+            named = arguments.passed_key(self.options, own_key)
+            if self.state is None:
+                return self.options.loss_fn(*args, **named)
+            return self.state.call(
+                self.options.loss_fn, args, named, inputs[stop:], self.options.has_aux
+            )
+
         differentiated = [True] * number + self.tree.rows
         differentiated += [False] * (len(flat) - len(differentiated))
-        return self._losses[size], flat, differentiated
+        return call_fn, flat, differentiated, size
 
     @property
     def axis_env(self) -> list[tuple[str, int]]:
@@ -175,9 +213,7 @@ class Bound:
         """`count` on this device."""
 
         def count_fn(index: Any, rows: Any) -> Outcome:
-            loss, flat, differentiated = self.loss_at(index, rows)
-            weights = loss.weights_fn(self.options.function, differentiated)(flat)
-            weights = devices.vary(weights, self.varied)
+            weights = devices.vary(self._weights(index, rows), self.varied)
             if not self.options.skips:
                 return Outcome(weights, None if kept is None else kept[index])
             finite = all_finite(weights)
@@ -185,13 +221,18 @@ class Bound:
 
         return self.fold(count_fn, reducers_of_sums)
 
+    def _weights(self, index: Any, rows: Any) -> list[Any]:
+        """The terms' weights of one micro-batch, without the model."""
+        gradient, flat = self.gradient_at(index, rows)
+        return gradient.weights_fn(flat)
+
     def sums(self) -> WindowSums:
         """The window's sums, over the denominators that were given or else over its own."""
         given = self.given.denominators
         terms = self.first_loss().terms
         if self.options.noise_scale:
             arguments.check_noise_scale(self.options.function, terms, given)
-        if self.state is not None:
+        if self.state is not None and self.state.variances:
             loss, flat, _ = self._first()
             self.state.read_program(loss.program, flat)
         denominators = None
@@ -247,7 +288,7 @@ class Bound:
 
     def _folded(self, seeds: Sequence[Any] | None, kept: Any) -> tuple[WindowSums, Any]:
         """The fold of `_local`; `seeds` multiply each term's gradient, `None` is 1."""
-        micro_step = MicroStep(self, seeds, kept)
+        micro_step = MicroStep(self, self.first_loss().pack(seeds), kept)
         if self.state is None or not self.state.threads:
             return self.fold(micro_step, MicroStep.reducers)
         (sums, finite), last = self.fold(micro_step, MicroStep.reducers, self.state.leaves)
@@ -308,3 +349,13 @@ class Bound:
             thread=thread,
             function=self.options.function,
         )
+
+
+class Counter(Bound):
+    """A loss of which only the weights are wanted, bound to the arguments of a call."""
+
+    differentiates = False
+
+    def _weights(self, index: Any, rows: Any) -> list[Any]:
+        loss, flat, differentiated = self.loss_at(index, rows)
+        return loss.weights_fn(self.options.function, differentiated)(flat)

@@ -35,10 +35,6 @@ class Loss(NamedTuple):
         outs, n = self.program(*flat), self.terms.num_leaves
         return outs[:n], outs[n : 2 * n], jax.tree.unflatten(self.aux_tree, outs[2 * n :])
 
-    def paths(self) -> list[str]:
-        """How its terms are called in messages."""
-        return [f"loss{path}" for path in _paths(self.terms)]
-
     def weights_fn(
         self, function: str, differentiated: Sequence[bool]
     ) -> Callable[[Sequence[Any]], list[Any]]:
@@ -52,11 +48,10 @@ class Loss(NamedTuple):
         pruned, used = programs.prune(self.program, [n <= i < 2 * n for i in range(outputs)])
         moving = [differentiated[i] for i in used]
         if any(moving):
-            paths = _paths(self.terms)
-            for path, bad in zip(paths, labels.moved(pruned, moving), strict=True):
+            for path, bad in zip(paths(self.terms), labels.moved(pruned, moving), strict=True):
                 if bad:
                     raise ValueError(
-                        f"{function}: the weight of `loss{path}` has a gradient in the "
+                        f"{function}: the weight of `{path}` has a gradient in the "
                         "differentiated arguments, so the window's loss is not a sum over its "
                         "micro-batches. Put `jax.lax.stop_gradient` around a weight that is meant "
                         "as a constant; use `ja.microbatch` for a loss that is a function of "
@@ -94,28 +89,49 @@ def stage_loss(
     trees: list[Any] = []
 
     def flat_fn(*inputs: Any) -> Any:
-        loss, aux = _unpack(function, call_fn(*inputs), has_aux)
-        means, terms = jax.tree.flatten(loss, is_leaf=_is_mean)
-        trees[:] = [terms, jax.tree.structure(aux)]
-        return [m.total for m in means], [m.weight for m in means], aux
+        parts = parts_of(function, call_fn(*inputs), rows, has_aux=has_aux)
+        trees[:] = [parts.terms, jax.tree.structure(parts.aux)]
+        return parts.totals, parts.weights, parts.aux
 
     program = programs.stage(flat_fn, *flat, axis_env=axis_env)
-    terms, aux_tree = trees
-    totals, weights, aux = program.out_shape
-    for path, total, weight in zip(_paths(terms), totals, weights, strict=True):
+    return Loss(program, *trees)
+
+
+class Parts(NamedTuple):
+    """What a loss function returned, checked and taken apart; see `Loss`."""
+
+    totals: list[jax.Array]
+    weights: list[jax.Array]
+    aux: Any
+    terms: Any
+
+
+def parts_of(function: str, out: Any, rows: int, *, has_aux: bool) -> Parts:
+    """The parts of what a loss function returned for a micro-batch of so many `rows`.
+
+    Raises:
+      TypeError: the loss is not made of `Mean`s of real scalars.
+      ValueError: a `Concat` output does not have one entry for each row.
+    """
+    loss, aux = _unpack(function, out, has_aux)
+    means, terms = jax.tree.flatten(loss, is_leaf=_is_mean)
+    totals = [jnp.asarray(m.total) for m in means]
+    weights = [jnp.asarray(m.weight) for m in means]
+    aux = jax.tree.map(jnp.asarray, aux)
+    for path, total, weight in zip(paths(terms), totals, weights, strict=True):
         if total.shape or not jnp.issubdtype(total.dtype, jnp.floating):
             raise TypeError(
-                f"{function}: the total of `loss{path}` must be a real floating scalar, got "
+                f"{function}: the total of `{path}` must be a real floating scalar, got "
                 f"{checks.describe(total)}. Sum it: `ja.Mean(jnp.sum(values), weight)`."
             )
         real = jnp.issubdtype(weight.dtype, jnp.number) or weight.dtype == jnp.bool_
         if weight.shape or not real or jnp.issubdtype(weight.dtype, jnp.complexfloating):
             raise TypeError(
-                f"{function}: the weight of `loss{path}` must be a real scalar, got "
+                f"{function}: the weight of `{path}` must be a real scalar, got "
                 f"{checks.describe(weight)}. Sum it: `ja.Mean(total, jnp.sum(mask))`."
             )
     check_rows(function, "aux", aux, rows)
-    return Loss(program, terms, aux_tree)
+    return Parts(totals, weights, aux, terms)
 
 
 def check_rows(function: str, name: str, outputs: Any, rows: int) -> None:
@@ -146,7 +162,7 @@ def check_rows(function: str, name: str, outputs: Any, rows: int) -> None:
                 )
 
 
-def check_same_outputs(function: str, loss: Loss, other: Loss) -> None:
+def check_same_outputs(function: str, loss: Any, other: Any) -> None:
     """Requires micro-batches of different size to return the same terms, marks and structure."""
     _check_same(function, "loss", loss.terms, other.terms)
     _check_same(function, "aux", loss.aux_tree, other.aux_tree)
@@ -198,9 +214,11 @@ def _unpack(function: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
     return loss, aux
 
 
-def _paths(terms: Any) -> list[str]:
+def paths(terms: Any) -> list[str]:
+    """How the terms of a loss are called in messages."""
     tree = jax.tree.unflatten(terms, range(terms.num_leaves))
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"loss{jax.tree_util.keystr(path)}" for path, _ in found]
 
 
 def _is_mean(node: Any) -> bool:

@@ -1,6 +1,5 @@
 """One micro-step: from a micro-batch's rows to the `WindowSums` that it adds."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,8 @@ import jax.numpy as jnp
 
 from jaxaccum.core import noise
 from jaxaccum.core.checks import all_finite
-from jaxaccum.core.mean import add, wide
+from jaxaccum.core.leaves import leafwise
+from jaxaccum.core.mean import wide
 from jaxaccum.core.reducers import Addition, Reducers, Stack
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
@@ -25,12 +25,12 @@ class MicroStep:
 
     Args:
       call: the loss, bound to the arguments of a call.
-      seeds: what each term's gradient is multiplied by; `None` for 1.
+      factors: what each term's gradient is multiplied by, packed.
       kept: boolean for each micro-batch; only these count. `None`: all.
     """
 
-    def __init__(self, call: Any, seeds: Sequence[Any] | None, kept: Any):
-        self.call, self.seeds, self.kept = call, seeds, kept
+    def __init__(self, call: Any, factors: Any, kept: Any):
+        self.call, self.factors, self.kept = call, factors, kept
 
     @staticmethod
     def reducers(values: tuple[WindowSums, Any]) -> Any:
@@ -40,10 +40,12 @@ class MicroStep:
 
     def __call__(self, index: Any, rows: Any, threads: Any = None) -> Outcome:
         call = self.call
-        loss, flat, differentiated = call.loss_at(index, rows, threads)
-        loss.weights_fn(call.options.function, differentiated)  # refuses what cannot be summed
-        grads, totals, weights, aux = self._gradients(loss, flat, differentiated)
+        loss, flat = call.gradient_at(index, rows, threads)
+        totals, weights, aux, grads = loss.call(flat, self.factors, call.scale)
         reducers = call.tree.reducers(grads)
+        if call.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
+            unscales = [loss_scaling.unscale if r.divides else None for r in reducers]
+            grads = leafwise(unscales, grads, shared=(call.scale,))
         spread = None
         if call.options.noise_scale:
             summed = [g for g, r in zip(grads, reducers, strict=True) if isinstance(r, Addition)]
@@ -75,35 +77,6 @@ class MicroStep:
         keep = finite if self.kept is None or finite is None else finite & self.kept[index]
         values = devices.vary((sums, finite), call.varied)
         return Outcome(values, keep, call.rounding_key(index), threads)
-
-    def _gradients(
-        self, loss: Any, flat: Sequence[Any], differentiated: Sequence[bool]
-    ) -> tuple[list[Any], list[Any], list[Any], Any]:
-        """Gradients, totals, weights and auxiliary outputs of one forward and backward pass."""
-        call, scale = self.call, self.call.scale
-
-        def objective(moving: list[Any]) -> Any:
-            supply = iter(moving)
-            totals, weights, aux = loss(
-                [next(supply) if d else x for x, d in zip(flat, differentiated, strict=True)]
-            )
-            # Each device's own, also what it took from a statistic of all devices: only then is
-            # the gradient that of the sum over devices, as it is without checking.
-            totals = devices.vary(totals, call.checked)
-            value = totals[0]
-            if self.seeds is not None:
-                pairs = zip(self.seeds, totals, strict=True)
-                value = functools.reduce(add, [s * t.astype(s.dtype) for s, t in pairs])
-            if scale is not None:
-                value = loss_scaling.scaled(value, scale)
-            return value, (totals, weights, aux)
-
-        start = [x for x, d in zip(flat, differentiated, strict=True) if d]
-        grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
-        if scale is not None:  # what is no sum (FP8 scaling state) was not scaled
-            pairs = zip(call.tree.reducers(grads), grads, strict=True)
-            grads = [loss_scaling.unscale(g, scale) if r.divides else g for r, g in pairs]
-        return grads, totals, weights, aux
 
     def _scattered(self, grads: list[Any]) -> list[Any]:
         """The gradients, those of parts reduce-scattered where that happens in every micro-step."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxaccum.core import checks, compat, programs
+from jaxaccum.core.leaves import leafwise
 from jaxaccum.core.reducers import Concatenation, Reducer
 from jaxaccum.folds import cut
 
@@ -153,16 +154,18 @@ class _Body(NamedTuple):
         return [a for a, r in zip(avals, self.reducers, strict=True) if r.emits == emits]
 
     def empty(self) -> list[Any]:
-        return [
-            r.empty(aval)
-            for r, aval in zip(self._carriers(), self._avals(emits=False), strict=True)
-        ]
+        known: dict[Any, Any] = {}  # leaves of one type share their zeros
+        pairs = list(zip(self._carriers(), self._avals(emits=False), strict=True))
+        for pair in pairs:
+            if pair not in known:
+                known[pair] = pair[0].empty(pair[1])
+        return [known[pair] for pair in pairs]
 
     def once(self, carry: list[Any] | None, threads: list[Any]) -> tuple[Any, list[jax.Array]]:
         """One micro-batch without a loop."""
         result = self._run(jnp.int32(0), threads)
         if carry is None and result.keep is None:
-            carry = [r.start(v) for r, v in zip(result.reducers, result.carried, strict=True)]
+            carry = leafwise([r.start for r in result.reducers], result.carried)
             state = carry, result.threads
         else:
             state = result.fold(self.empty() if carry is None else carry, threads)
@@ -210,12 +213,14 @@ class _Result(NamedTuple):
 
     def fold(self, carry: list[Any], threads: list[Any]) -> tuple[list[Any], list[Any]]:
         """The carry with this micro-step in it, and what the next one receives."""
-        folded = [r.fold(c, v) for r, c, v in zip(self.reducers, carry, self.carried, strict=True)]
+        folded = leafwise([r.fold for r in self.reducers], carry, self.carried)
         if self.keep is None:
             return folded, self.threads
         # Selected, not multiplied: a nan in a dropped micro-batch reaches nothing.
-        return jax.tree.map(
-            lambda new, old: jnp.where(self.keep, new, old),
-            (folded, self.threads),
-            (carry, threads),
-        )
+        new, tree = jax.tree.flatten((folded, self.threads))
+        old = jax.tree.leaves((carry, threads))
+        return jax.tree.unflatten(tree, leafwise(_chosen, new, old, shared=(self.keep,)))
+
+
+def _chosen(new: jax.Array, old: jax.Array, keep: jax.Array) -> jax.Array:
+    return jnp.where(keep, new, old)

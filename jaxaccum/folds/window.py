@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 
 from jaxaccum.folds.arguments import NOTHING, Given, factory
-from jaxaccum.folds.bound import Bound
+from jaxaccum.folds.bound import Counter
 from jaxaccum.folds.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
 from jaxaccum.numerics import accumulators
 
@@ -303,7 +303,7 @@ def denominators(
         **inputs: Any,
     ) -> Any:
         given = Given(key, num_real, model_state=model_state)
-        bound = Bound(options, options.positional((params, batch, *args), inputs), given)
+        bound = Counter(options, options.positional((params, batch, *args), inputs), given)
         return jax.tree.unflatten(bound.first_loss().terms, bound.count())
 
     return denominators_fn

@@ -64,6 +64,7 @@ class AxisBound(Bound):
 
     options: AxisOptions
     is_typed = False  # JAX types no collective over an axis that is not of the mesh
+    differentiates = False  # but stage by stage
 
     def __init__(self, options: AxisOptions, args: Sequence[Any], given: Given):
         super().__init__(options, args, given)
