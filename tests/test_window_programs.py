@@ -105,6 +105,35 @@ def test_no_recompilation_for_another_num_real(loss_fn):
 # What is traced
 
 
+def written(fn, *args):
+    """How many equations are traced and lowered: a program that is called twice counts once."""
+    seen, found = set(), 0
+    queue = [jax.make_jaxpr(fn)(*args).jaxpr]
+    while queue:
+        jaxpr = queue.pop()
+        if id(jaxpr) not in seen:
+            seen.add(id(jaxpr))
+            found += len(jaxpr.eqns)
+            for eqn in jaxpr.eqns:
+                queue += [getattr(p, "jaxpr", p) for p in jex.jaxprs_in_params(eqn.params)]
+    return found
+
+
+@pytest.mark.parametrize("skip", [False, True, "window"])
+def test_a_leaf_more_adds_less_than_half_an_equation_to_its_gradient(skip):
+    def total(params, batch):
+        return jnp.sum(batch) * sum(jnp.sum(leaf * leaf) for leaf in params)
+
+    def more(number):
+        args = [jnp.ones((2, 3))] * number, jnp.ones((4, 3))
+        f = ja.value_and_grad(
+            lambda *args: ja.Mean(total(*args), 3), num_microbatches=4, skip_nonfinite=skip
+        )
+        return written(f, *args) - written(jax.value_and_grad(total), *args)
+
+    assert more(224) - more(96) < 64
+
+
 @pytest.mark.parametrize("cut", [{"num_microbatches": 7}, {"microbatch_size": 2}], ids=cut_name)
 def test_the_counting_pass_is_stripped_of_the_model(cut):
     params, batch = problem(4)
