@@ -37,6 +37,7 @@ class Options:
     reduction: str = "defer"
     param_specs: Any = None
     grad_specs: Any = None
+    local_params: Any = None
     noise_scale: bool = False
     model_state: str | None = None
 

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import compat, dtypes
-from jaxaccum.core.checks import all_finite, is_inexact
+from jaxaccum.core.checks import all_finite
 from jaxaccum.core.mean import as_float, divide
 from jaxaccum.core.reducers import Addition, Kept, Reducers, reducers_of_sums
 from jaxaccum.core.sums import WindowSums, cleared, kept_if
-from jaxaccum.folds import arguments, cut, devices, local_values, shards
+from jaxaccum.folds import arguments, cut, devices, local_values
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.gradients import Differentiated
+from jaxaccum.folds.layout import find_layout
 from jaxaccum.folds.loss_gradient import LossGradient, stage_gradient
 from jaxaccum.folds.losses import Loss, check_same_outputs, paths, stage_loss
 from jaxaccum.folds.micro_step import MicroStep
@@ -53,7 +54,16 @@ class Bound:
         self.num_real = arguments.num_real(name, given.num_real, self.num_microbatches)
         self.tree = Differentiated(options, args, self.batch)
         self.moving = devices.vary(self.tree.moving, self.varied)
-        self._find_shards()
+        layout = find_layout(self.tree, self.axes, self.moving, refuses=self.differentiates)
+        self.param_shards, self.grad_shards, self.own = layout
+        self.scattering = options.reduction == "scatter" and any(self.grad_shards)
+        if not self.scattering:
+            self.moving = self._gathered()
+        elif isinstance(self.num_real, jax.Array) and compat.varying_axes(self.num_real):
+            raise ValueError(
+                f'{name}: `num_real` differs per device, but with reduction="scatter" the devices '
+                'meet in every micro-step and would wait for each other. Use reduction="defer".'
+            )
         check_given(name, options.model_state, given.model_state)
         self.state = None
         if options.model_state is not None:
@@ -63,34 +73,6 @@ class Bound:
         self.last_state: list[Any] | None = None
         self._losses: dict[int, Loss] = {}
         self._gradients: dict[int, LossGradient] = {}
-
-    def _find_shards(self) -> None:
-        """Which parameters come in parts, and which gradient sums are left in parts."""
-        name, options = self.options.function, self.options
-
-        def find(argument: str, specs: Any) -> list[shards.Shard | None]:
-            found = self.tree.shards(argument, specs, self.axes)
-            return [s for s, x in zip(found, self.tree.leaves, strict=True) if is_inexact(x)]
-
-        self.param_shards = find("param_specs", options.param_specs)
-        grad_specs = options.param_specs if options.grad_specs is None else options.grad_specs
-        self.grad_shards = find("grad_specs", grad_specs)
-        self.scattering = options.reduction == "scatter" and any(self.grad_shards)
-        for x, own, out in zip(self.moving, self.param_shards, self.grad_shards, strict=True):
-            if own is None:
-                shards.check_divides(name, "params", x, out)
-            elif own != out:
-                raise ValueError(
-                    f"{name}: `grad_specs` {out and out.spec()} differs from `param_specs` "
-                    f"{own.spec()} of a sharded parameter; gradients lie like such parameters."
-                )
-        if not self.scattering:
-            self.moving = self._gathered()
-        elif isinstance(self.num_real, jax.Array) and compat.varying_axes(self.num_real):
-            raise ValueError(
-                f'{name}: `num_real` differs per device, but with reduction="scatter" the devices '
-                'meet in every micro-step and would wait for each other. Use reduction="defer".'
-            )
 
     def _gathered(self, index: Any = None) -> list[jax.Array]:
         """Whole parameters; with a micro-step's `index`, gathered in that micro-step."""
@@ -307,7 +289,7 @@ class Bound:
         skipped = self._num_run() - local.num_microbatches
         local = dataclasses.replace(local, num_skipped=skipped)
         sums = devices.reduce_window(
-            local, self.axes, shards=self.grad_shards, done=self.scattering
+            local, self.axes, shards=self.grad_shards, done=self.scattering, own=self.own
         )
         reducers = sums.reducers.grads
         grads = [r.read(g) for r, g in zip(reducers, sums.grads, strict=True)]
@@ -334,7 +316,8 @@ class Bound:
             return sums
         start = self.state and self.state.start
         good = sums.is_finite(start)
-        if any(self.grad_shards) or any(self.tree.rows):  # a device holds but a part of some sums
+        # Where a device holds but a part of some sums, all must agree.
+        if any(self.grad_shards) or any(self.own) or any(self.tree.rows):
             good = devices.agree(good, self.axes)
         return kept_if(good, sums, start)
 

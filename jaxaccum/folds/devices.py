@@ -82,6 +82,7 @@ def reduce(
     holds: Any,
     scatters: Sequence[shards.Shard | None] | None = None,
     done: Sequence[shards.Shard | None] | None = None,
+    over: Sequence[tuple[str, ...]] | None = None,
 ) -> list[Any]:
     """Combines the devices' carries; all sums meet in one reduction.
 
@@ -96,6 +97,7 @@ def reduce(
         has the last micro-batch.
       scatters: the shard into which each sum is reduce-scattered, `None` for whole sums.
       done: the shard into which each sum was reduce-scattered in the loop.
+      over: the axes over which each is combined; `names` by default.
     """
     if not names:
         return list(carries)
@@ -105,7 +107,7 @@ def reduce(
         return [i for i, r in enumerate(reducers) if isinstance(r, kind)]
 
     nowhere: list[shards.Shard | None] = [None] * len(out)
-    scatters, done = scatters or nowhere, done or nowhere
+    scatters, done, over = scatters or nowhere, done or nowhere, over or [names] * len(out)
     added = of(Addition)
     # A count travels with its rounded value, which tells whether the sum of the integers wrapped.
     counts = [i for i in added if _is_count(carries[i])]
@@ -114,7 +116,7 @@ def reduce(
         + [as_float(carries[i], jnp.float32) for i in counts],
         [scatters[i] for i in added] + [None] * len(counts),
         [done[i] for i in added] + [None] * len(counts),
-        names,
+        [over[i] for i in [*added, *counts]],
     )
     estimates = dict(zip(counts, sums[len(added) :], strict=True))
     for i, total in zip(added, sums[: len(added)], strict=True):
@@ -123,18 +125,20 @@ def reduce(
             out[i] = kept_sum(out[i], estimates[i])
     for kind, collective in ((Maximum, lax.pmax), (Minimum, lax.pmin)):
         for i in of(kind):
-            out[i] = widened(lambda x, c=collective: _with_nan(c, x, names), carries[i])
+            if over[i]:
+                out[i] = widened(lambda x, c=collective: _with_nan(c, x, over[i]), carries[i])
     for i in of(Moments):
         number, mean, squares = carries[i]
         every = lax.psum(number, names)
         center = divide(lax.psum(number * mean, names), every, empty=0.0)
         distance = mean - vary(center, compat.varying_axes(mean))
         out[i] = jnp.stack([every, center, lax.psum(squares + number * distance**2, names)])
-    if of(Latest):
-        last = is_last(holds, names)
-        for i in of(Latest):
+    last = {axes: is_last(holds, axes) for axes in {over[i] for i in of(Latest)}}
+    for i in of(Latest):
+        if over[i]:
+            mine = last[over[i]]
             out[i] = widened(
-                lambda x: lax.psum(jnp.where(last, x, jnp.zeros_like(x)), names), carries[i]
+                lambda x: lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), over[i]), carries[i]
             )
     return out
 
@@ -150,8 +154,18 @@ def _with_nan(collective: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
     return jnp.where(any_bad, np.asarray(jnp.nan, x.dtype), found)
 
 
+def without(names: tuple[str, ...], own: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """For each parameter the axes of `names` over which it is not a device's own."""
+    return [tuple(name for name in names if name not in apart) for apart in own]
+
+
 def reduce_window(
-    sums: WindowSums, names: tuple[str, ...], *, shards: Sequence[shards.Shard | None], done: bool
+    sums: WindowSums,
+    names: tuple[str, ...],
+    *,
+    shards: Sequence[shards.Shard | None],
+    done: bool,
+    own: Sequence[tuple[str, ...]],
 ) -> WindowSums:
     """The sums of all devices; `reduce` says how.
 
@@ -161,6 +175,7 @@ def reduce_window(
       shards: the part of each gradient that this device keeps, `None` for the whole; the first
         ones of the gradients.
       done: whether they were reduce-scattered in the loop.
+      own: the axes over which each of those parameters is a device's own.
     """
     tree: Any
     reducers, tree = jax.tree.flatten(sums.reducers)
@@ -173,6 +188,7 @@ def reduce_window(
         sums.num_microbatches > 0,
         scatters=whole if done else parts,
         done=parts if done else whole,
+        over=[*without(names, own), *[names] * (len(reducers) - len(own))],
     )
     return jax.tree.unflatten(tree, carries)
 

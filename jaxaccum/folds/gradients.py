@@ -22,9 +22,10 @@ from jaxaccum.core.reducers import (
     Reducer,
     Sum,
 )
+from jaxaccum.folds import shards
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.batch import Batch
-from jaxaccum.folds.shards import Shard, shard_of
+from jaxaccum.folds.shards import Shard, shard_of, spread
 
 
 class Differentiated:
@@ -90,21 +91,9 @@ class Differentiated:
           of: what the prefix is one of, for messages.
         """
         whole = self.tree([False] * len(self.leaves), [True] * len(self.batch.leaves))
-        is_choice = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
-        try:
-            pairs = jax.tree.map(
-                lambda choice, part: jax.tree.map(lambda cut: _Choice(choice, cut), part),
-                prefix,
-                whole,
-                is_leaf=is_choice,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"{self.options.function}: `{argument}` must be a tree prefix of the {of}, "
-                f"{jax.tree.structure(whole)}, got "
-                f"{jax.tree.structure(prefix, is_leaf=is_choice)}."
-            ) from error
-        chosen = [(leaf_fn(c.choice, c.cut), c.cut) for c in jax.tree.leaves(pairs)]
+        choices = spread(self.options.function, argument, prefix, whole, of=of)
+        cuts = jax.tree.leaves(whole)
+        chosen = [(leaf_fn(c, cut), cut) for c, cut in zip(choices, cuts, strict=True)]
         return [value for value, cut in chosen if not cut]
 
     def shards(self, argument: str, specs: Any, axes: Sequence[str]) -> list[Shard | None]:
@@ -121,6 +110,30 @@ class Differentiated:
             return found
 
         return [None] * len(self.leaves) if specs is None else self.spread(argument, specs, shard)
+
+    def local_specs(self, axes: Sequence[str], mesh: Any = None) -> list[PartitionSpec]:
+        """For each of `leaves` its part of `local_params` over the window's `axes`.
+
+        Args:
+          axes: the axes of the window.
+          mesh: their mesh; that of the context by default.
+        """
+        specs, function = self.options.local_params, self.options.function
+        if specs is None:
+            return [PartitionSpec()] * len(self.leaves)
+        known = (mesh or jax.sharding.get_abstract_mesh()).axis_names
+        return self.spread(
+            "local_params", specs, lambda spec, _: shards.local_spec(function, spec, axes, known)
+        )
+
+    def names(self) -> list[str]:
+        """How each of `leaves` is called in messages."""
+        trees = self.by_position(self.leaves)
+        return [
+            f"{'params' if position == 0 else f'argument {position}'}{jax.tree_util.keystr(path)}"
+            for position, tree in trees.items()
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
 
     def reducers(self, grads: Sequence[Any]) -> list[Reducer]:
         """The reducers of the gradient leaves; rows of the batch are concatenated."""
@@ -185,11 +198,3 @@ class _Placed:
 
     value: Any
     reducer: Reducer
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """A leaf of a tree prefix, for one leaf below it; not a pytree either."""
-
-    choice: Any
-    cut: bool

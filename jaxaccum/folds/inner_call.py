@@ -76,12 +76,21 @@ class InnerCall(NamedTuple):
         except TypeError:  # what this call gave was tried, and is taken
             return given(self.asked)
 
-    def tried(self, inner_state: Any, axes: tuple[str, ...], *, flush: bool) -> "InnerCall":
-        """The same after a trial with what this call gave; a flush gives all or nothing."""
+    def tried(
+        self, inner_state: Any, over: Sequence[tuple[str, ...]], *, flush: bool
+    ) -> "InnerCall":
+        """The same after a trial with what this call gave; a flush gives all or nothing.
+
+        Args:
+          inner_state: the optimizer's state.
+          over: the axes over which each gradient meets before the optimizer sees it.
+          flush: whether this call is a flush.
+        """
 
         def updates_of(offering: bool, grads: Any, inner_state: Any, params: Any) -> Any:
-            # The inner optimizer sees what is the same on all devices.
-            grads = jax.lax.psum(grads, axes) if axes else grads
+            # The inner optimizer sees what is the same on the devices that share a parameter.
+            pairs = zip(grads, over, strict=True)
+            grads = [jax.lax.psum(grad, axes) if axes else grad for grad, axes in pairs]
             names = self.offered if offering else self.asked
             values = {name: jnp.zeros((), jnp.float32) for name in names}
             return self(grads, values, inner_state, params)[0]

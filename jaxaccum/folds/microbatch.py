@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxaccum.core import checks
-from jaxaccum.folds import cut, devices, spmd
+from jaxaccum.folds import cut, devices, shards, spmd
 from jaxaccum.folds.arguments import NOTHING, Options, factory
 from jaxaccum.folds.batch import checked_argnums
 from jaxaccum.folds.replay import Replay
@@ -21,6 +21,7 @@ def microbatch(
     batch_argnums: int | Sequence[int] | None = None,
     axis_name: str | Sequence[str] | None = None,
     spmd_axis_name: str | Sequence[str] | None = None,
+    local_params: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     unroll: int | bool = 1,
 ) -> Callable[..., Any]:
@@ -48,6 +49,8 @@ def microbatch(
         devices, and are the same on each; gradients meet in one reduction. What is made of the
         outputs must be computed alike on every device, and its gradient must not be reduced again.
       spmd_axis_name: the same under plain `jit`, as in `ja.accumulate`.
+      local_params: which parameters are each device's own, as in `ja.accumulate`. Inside
+        `shard_map` with replication checked their types say it.
       accumulator: how the gradient sums are carried; float32 by default.
       unroll: as in `jax.lax.scan`.
 
@@ -87,6 +90,7 @@ def microbatch(
         argnums=argnums,
         batch_argnums=checked_argnums(name, fn, batch_argnums, name="fn"),
         unroll=unroll,
+        local_params=local_params,
         axis_name=devices.names_of(name, "axis_name", axis_name) or None,
         spmd_axis_name=devices.names_of(name, "spmd_axis_name", spmd_axis_name) or None,
     )
@@ -95,6 +99,7 @@ def microbatch(
             f"{name}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` for "
             "plain `jit`; pass one of them."
         )
+    shards.check_places(name, {"local_params": local_params}, axis_name, spmd_axis_name)
 
     def microbatch_fn(
         params: Any,

@@ -1,5 +1,6 @@
 """What an open window of `multi_steps` holds, and how it lies in the state."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +17,22 @@ from jaxaccum.folds.leaves import differentiated, hide, is_none, unchanged
 from jaxaccum.numerics import accumulators, weights
 
 
-class OpenWindow(NamedTuple):
-    """What the open window holds: carries of the inexact gradients, weight, averaged arguments."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OpenWindow:
+    """What the open window holds: carries of the inexact gradients, weight, averaged arguments.
+
+    Attributes:
+      carries: the carry of each gradient.
+      weight: the summed weight.
+      means: the undivided means of extra arguments, by name.
+      own: static; for each gradient the axes over which its parameter is a device's own.
+    """
 
     carries: list[Any]
     weight: accumulators.Compensated
     means: dict[str, Mean]
+    own: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
 
     def fold(
         self,
@@ -39,7 +50,7 @@ class OpenWindow(NamedTuple):
 
         carries = [add(i, c, g) for i, (c, g) in enumerate(zip(self.carries, grads, strict=True))]
         sums = {n: pool(old, means[n]) if n in means else old for n, old in self.means.items()}
-        return OpenWindow(carries, weights.add(self.weight, weight), sums)
+        return OpenWindow(carries, weights.add(self.weight, weight), sums, self.own)
 
     def select(self, keep: jax.Array, other: "OpenWindow") -> "OpenWindow":
         """This window where `keep` holds, `other` elsewhere."""
@@ -53,6 +64,7 @@ class OpenWindow(NamedTuple):
             [choose(a, b) for a, b in zip(self.carries, other.carries, strict=True)],
             choose(self.weight, other.weight),
             choose(self.means, other.means),
+            self.own,
         )
 
     def across(self, accumulator: accumulators.Accumulator, axes: tuple[str, ...]) -> "OpenWindow":
@@ -62,9 +74,10 @@ class OpenWindow(NamedTuple):
         leaves, tree = jax.tree.flatten((self.weight, self.means))
         n = len(self.carries)
         reducers = [accumulator] * n + [Sum.reducer] * len(leaves)
-        out = devices.reduce(reducers, [*self.carries, *leaves], axes, True)
+        over = [*devices.without(axes, self.own), *[axes] * len(leaves)]
+        out = devices.reduce(reducers, [*self.carries, *leaves], axes, True, over=over)
         weight, means = jax.tree.unflatten(tree, out[n:])
-        return OpenWindow(out[:n], weights.add(weight, weights.zero()), means)
+        return OpenWindow(out[:n], weights.add(weight, weights.zero()), means, self.own)
 
     def is_finite(self, accumulator: accumulators.Accumulator) -> jax.Array:
         """Whether all that the window holds is finite: what was not stays in its sums."""
@@ -88,7 +101,7 @@ class OpenWindow(NamedTuple):
         for carry, total in zip(self.carries, sums, strict=True):
             leaves, tree = jax.tree.flatten(carry, is_leaf=lambda x: x is None)
             carries.append(jax.tree.unflatten(tree, [total, *leaves[1:]]))
-        return self._replace(carries=carries)
+        return dataclasses.replace(self, carries=carries)
 
 
 class Leaves(NamedTuple):

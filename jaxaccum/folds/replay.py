@@ -22,9 +22,11 @@ from jaxaccum.folds import arguments, cut, devices
 from jaxaccum.folds.arguments import Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.cotangents import spread
+from jaxaccum.folds.gradients import Differentiated
 from jaxaccum.folds.local_values import check_outputs
 from jaxaccum.folds.losses import check_rows, check_same_marks
 from jaxaccum.folds.scan import Outcome, fold
+from jaxaccum.folds.shards import axes_in, specs_of
 
 
 class _Inputs(NamedTuple):
@@ -69,19 +71,16 @@ class Replay:
         )
         self.number = sum(segment.num for segment in self.segments)
         num_real = arguments.num_real(name, num_real, self.number)
-        positions = checks.argnums(name, options.argnums, len(args))
-        moving = {p: args[p] for p in positions if p not in self.batch.positions}
-        checks.concrete(name, moving, name="argument")
-        checks.arrays(name, moving, name="argument")
-        self.rows_move = self.batch.moving(positions)
+        differentiated = Differentiated(options, args, self.batch)
+        self.rows_move = differentiated.rows
         batch = self.batch.leaves
         # Gradients stay local only of what is typed as different on each device.
         self.varied = devices.checked(self.axes).union(*map(compat.varying_axes, batch))
-        self._split(positions)
+        self._split(differentiated)
         self.inputs = _Inputs(self.moving, self.fixed, batch, key, num_real, [])
         self._stage()
 
-    def _split(self, positions: Sequence[int]) -> None:
+    def _split(self, differentiated: Differentiated) -> None:
         """The arguments' leaves: those that move, other arrays, and what is closed over."""
         whole = self.batch.others(self.args)
         leaves, self.tree = jax.tree.flatten(whole)
@@ -89,7 +88,7 @@ class Replay:
         self.leaves = leaves
         self.roles = [
             "moving"
-            if owner in positions and is_inexact(leaf)
+            if owner in differentiated.positions and is_inexact(leaf)
             else "fixed"
             if isinstance(leaf, jax.Array)
             else "static"
@@ -98,6 +97,10 @@ class Replay:
         pairs = list(zip(self.roles, leaves, strict=True))
         self.moving = [jnp.asarray(x) for role, x in pairs if role == "moving"]
         self.fixed = [x for role, x in pairs if role == "fixed"]
+        specs = differentiated.by_position(differentiated.local_specs(self.axes))
+        places = [s for p, arg in whole.items() for s in specs_of(arg, specs.get(p))]
+        paired = zip(self.roles, places, strict=True)
+        self.own = [axes_in(spec) for role, spec in paired if role == "moving"]
 
     def _stage(self) -> None:
         """Traces the user's function once for each micro-batch shape."""
@@ -299,7 +302,7 @@ class Replay:
         sums: Any = ([], [], [])
         if any(moving + consts + rows):
             sums = self._fold(micro_fn, inputs, (inputs.rows, ct_rows), lambda _: reducers)
-        shared = self._reduced(sums[0], pick(inputs.moving, moving))
+        shared = self._reduced(sums[0], pick(inputs.moving, moving), pick(self.own, moving))
         closed = [
             accumulator.read(c).astype(x.dtype)
             for c, x in zip(sums[1], pick(inputs.consts, consts), strict=True)
@@ -313,14 +316,20 @@ class Replay:
             consts=put([None] * len(consts), closed, consts),
         )
 
-    def _reduced(self, carries: list[Any], primals: list[Any]) -> list[Any]:
-        """Gradient sums over the devices that share each input, in its dtype: one reduction."""
+    def _reduced(
+        self, carries: list[Any], primals: list[Any], own: Sequence[tuple[str, ...]]
+    ) -> list[Any]:
+        """Gradient sums over the devices that share each input, in its dtype: one reduction.
+
+        Where replication is checked its type says over which they do, elsewhere what is `own`.
+        """
         accumulator = self.options.accumulator
         is_checked = not self.axes or bool(devices.checked(self.axes))
         groups: dict[tuple[str, ...], list[int]] = {}
-        for i, primal in enumerate(primals):
+        for i, (primal, apart) in enumerate(zip(primals, own, strict=True)):
             missing = self.varied - compat.varying_axes(primal)
-            shared = tuple(sorted(missing)) if is_checked else self.axes
+            rest = tuple(name for name in self.axes if name not in apart)
+            shared = tuple(sorted(missing)) if is_checked else rest
             groups.setdefault(shared, []).append(i)
         out = list(carries)
         for shared, members in groups.items():

@@ -66,17 +66,9 @@ def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Sh
       TypeError: it is not a `PartitionSpec`.
       ValueError: it splits several dimensions over the axes.
     """
-    if spec is None:
-        return None
-    if not isinstance(spec, PartitionSpec):
-        raise TypeError(
-            f"{function}: the leaves of `{argument}` must be `PartitionSpec`s, got "
-            f"{checks.describe(spec)}."
-        )
     found = []
-    for dimension, entry in enumerate(spec):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        over = tuple(name for name in names if name in axes)
+    for dimension, entry in enumerate(_spec(argument, function, spec)):
+        over = tuple(name for name in names_in(entry) if name in axes)
         if over:
             found.append(Shard(dimension, over))
     if len(found) > 1:
@@ -87,6 +79,96 @@ def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Sh
     return found[0] if found else None
 
 
+def local_spec(
+    function: str, spec: Any, axes: Sequence[str], known: Sequence[str]
+) -> PartitionSpec:
+    """The part of a leaf of `local_params` that concerns the window's `axes`.
+
+    Args:
+      function: the public function's name, for messages.
+      spec: the leaf, a partition spec or `None`.
+      axes: the axes of the window.
+      known: the axes of the mesh; those that are not of the window are ignored.
+
+    Raises:
+      TypeError: it is not a `PartitionSpec`.
+      ValueError: it names an axis that is neither of the mesh nor of the window.
+    """
+    spec = _spec("local_params", function, spec)
+    for name in axes_in(spec):
+        if name not in (*axes, *known):
+            raise ValueError(
+                f"{function}: `local_params` names the axis {name!r}, but the axes here are "
+                f"{tuple(dict.fromkeys((*axes, *known)))}. Name the axis over which each device "
+                "has its own."
+            )
+    entries = [tuple(name for name in names_in(entry) if name in axes) for entry in spec]
+    return PartitionSpec(*[entry or None for entry in entries])
+
+
+def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
+    """All axes of a partition spec."""
+    return tuple(name for entry in spec for name in names_in(entry))
+
+
+def spread(
+    function: str, argument: str, prefix: Any, tree: Any, *, of: str, is_leaf: Any = None
+) -> list[Any]:
+    """For each leaf of a tree the leaf of a tree prefix that stands for it.
+
+    Args:
+      function: the public function's name, for messages.
+      argument: what the prefix was given as.
+      prefix: the tree prefix, whose leaves may be `None` and partition specs.
+      tree: the tree.
+      of: what the tree is, for messages.
+      is_leaf: what else is a leaf of it.
+
+    Raises:
+      ValueError: it is no prefix.
+    """
+    is_choice = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    found: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda choice, part: found.extend(
+                [choice] * len(jax.tree.leaves(part, is_leaf=is_leaf))
+            ),
+            prefix,
+            tree,
+            is_leaf=is_choice,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{function}: `{argument}` must be a tree prefix of the {of}, "
+            f"{jax.tree.structure(tree)}, got {jax.tree.structure(prefix, is_leaf=is_choice)}."
+        ) from error
+    return found
+
+
+def specs_of(tree: Any, specs: Any = None) -> list[PartitionSpec]:
+    """The partition spec of each leaf of a tree, from a tree of them; `None` is whole."""
+    return (
+        [PartitionSpec()] * len(jax.tree.leaves(tree)) if specs is None else jax.tree.leaves(specs)
+    )
+
+
+def names_in(entry: Any) -> tuple[Any, ...]:
+    """The axes of one entry of a partition spec."""
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+def _spec(argument: str, function: str, spec: Any) -> PartitionSpec:
+    if spec is None:
+        return PartitionSpec()
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"{function}: the leaves of `{argument}` must be `PartitionSpec`s, got "
+            f"{checks.describe(spec)}."
+        )
+    return spec
+
+
 def check_reduction(function: str, reduction: Any) -> None:
     """Requires one of the known choices."""
     if reduction not in REDUCTIONS:
@@ -95,11 +177,27 @@ def check_reduction(function: str, reduction: Any) -> None:
         )
 
 
+def check_places(function: str, places: dict[str, Any], *axes: Any) -> list[str]:
+    """The options that say how parameters lie over the window's axes, which there must be.
+
+    Raises:
+      ValueError: there is such an option, but not one of the `axes` was given.
+    """
+    given = [name for name, value in places.items() if value is not None]
+    if given and all(axis is None for axis in axes):
+        raise ValueError(
+            f"{function}: `{given[0]}` says how parameters lie over the axes of the window, but "
+            "there are none. Pass `spmd_axis_name` under plain `jit`, or `axis_name` inside "
+            "`shard_map` or `pmap`."
+        )
+    return given
+
+
 def reduce_sums(
     sums: Sequence[Any],
     scatters: Sequence[Shard | None],
     done: Sequence[Shard | None],
-    axes: tuple[str, ...],
+    over: Sequence[tuple[str, ...]],
 ) -> list[Any]:
     """Sums trees of arrays over devices: one psum for all that need the same axes.
 
@@ -107,11 +205,11 @@ def reduce_sums(
       sums: what each device holds.
       scatters: the shard into which each is reduce-scattered here, or `None`.
       done: the shard into which each was reduce-scattered already, or `None`.
-      axes: the axes of the window.
+      over: the axes over which each is summed.
     """
     out = list(sums)
     rest: dict[tuple[str, ...], list[int]] = {}
-    for i, (total, now, before) in enumerate(zip(sums, scatters, done, strict=True)):
+    for i, (total, now, before, axes) in enumerate(zip(sums, scatters, done, over, strict=True)):
         if now is not None:
             out[i] = jax.tree.map(now.scatter, total)
         shard = now or before

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxaccum.core import checks, compat
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import devices
+from jaxaccum.folds import devices, shards
 from jaxaccum.folds.arguments import Given, Options
 from jaxaccum.folds.batch import Batch
 from jaxaccum.folds.bound import Bound
@@ -45,23 +45,24 @@ def sums(
         )
 
     tree = Differentiated(options, args, batch)
-    own, out = _layouts(tree, mesh, names)
+    own, out, apart = _layouts(tree, mesh, names)
     rows = PartitionSpec(names)
     local = _local(options, names, batch)
     whole_rows = [PartitionSpec()] * len(batch.leaves)
     local = dataclasses.replace(
-        local, param_specs=tree.tree(own, whole_rows), grad_specs=tree.tree(out, whole_rows)
+        local,
+        param_specs=tree.tree(own, whole_rows),
+        grad_specs=tree.tree(out, whole_rows),
+        local_params=tree.tree(apart, whole_rows),
     )
+    own, out = [list(map(_within, apart, specs)) for specs in (own, out)]
 
     others = batch.others(args)
     named = call._replace(num_real=None if per_device else num_real)._asdict()
     entering = _Entering([*others.values(), *named.values()], jax.Array | np.ndarray)
     by_position: dict[Any, Any] = tree.by_position(own)
-    everywhere = [
-        by_position.get(p, [PartitionSpec()] * len(jax.tree.leaves(arg)))
-        for p, arg in [*others.items(), *named.items()]
-    ]
-    specs = entering.pick(jax.tree.leaves(everywhere))
+    pairs = [*others.items(), *named.items()]
+    specs = entering.pick([s for p, arg in pairs for s in shards.specs_of(arg, by_position.get(p))])
     layout: dict[str, Any] = {}
     grad_specs = jax.tree.leaves(tree.tree(out, [rows] * len(batch.leaves)))
     groups = list(dict.fromkeys([PartitionSpec(), rows, *grad_specs]))
@@ -106,21 +107,27 @@ def combine(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> A
     names, mesh, _ = _devices(options, args, batch)
     local = _local(options, names, batch)
     entering = _Entering((batch.others(args), key, num_real), jax.Array | np.ndarray | float)
+    tree = Differentiated(options, args, batch)
+    apart = tree.by_position(tree.local_specs(names, mesh))
+    places = [
+        s for p, arg in batch.others(args).items() for s in shards.specs_of(arg, apart.get(p))
+    ]
+    specs = entering.pick([*places, *shards.specs_of((key, num_real))])
 
     def local_fn(given: list[Any], own_rows: list[Any]) -> Any:
         others, own_key, real = entering.put(given)
         every = batch.put([others.get(p) for p in range(len(args))], own_rows)
         return Replay(local, every, own_key, real).combined()
 
-    everywhere, rows = PartitionSpec(), PartitionSpec(names)
+    rows = PartitionSpec(names)
     return jax.shard_map(
         local_fn,
         mesh=mesh,
-        in_specs=(everywhere, rows),
-        out_specs=everywhere,
+        in_specs=(specs, rows),
+        out_specs=PartitionSpec(),
         axis_names=set(names),
     )(
-        [_place(x, everywhere, mesh, names) for x in entering.given],
+        [_place(x, spec, mesh, names) for x, spec in zip(entering.given, specs, strict=True)],
         [_place(x, rows, mesh, names) for x in batch.leaves],
     )
 
@@ -174,26 +181,39 @@ def _devices(
 
 def _layouts(
     tree: Differentiated, mesh: Any, names: tuple[str, ...]
-) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-    """The specs over `names` of each leaf of the whole parameters, and of its gradient."""
+) -> tuple[list[PartitionSpec], list[PartitionSpec], list[PartitionSpec]]:
+    """Of each leaf of the parameters the specs over `names`: its own, its gradient's, the local.
+
+    The first two say which parts it is gathered from and its gradient is scattered to, the third
+    how the devices' own parameters make up one array.
+    """
     options = tree.options
+    apart = tree.local_specs(names, mesh)
 
     def specs(found: Sequence[Shard | None]) -> list[PartitionSpec]:
         return [shard.spec() if shard else PartitionSpec() for shard in found]
 
-    def of_type(leaf: Any) -> Shard | None:
+    def of_type(leaf: Any, local: PartitionSpec) -> Shard | None:
         explicit = [name for name in names if compat.is_explicit(mesh, name)]
+        explicit = [name for name in explicit if name not in shards.axes_in(local)]
         if not (explicit and isinstance(leaf, jax.Array)):
             return None
         return shard_of(options.function, "params", compat.spec_of(leaf), explicit)
 
     if options.param_specs is None:
-        own = specs([of_type(leaf) for leaf in tree.leaves])
+        own = specs(list(map(of_type, tree.leaves, apart)))
     else:
         own = specs(tree.shards("param_specs", options.param_specs, names))
     if options.grad_specs is None:
-        return own, own
-    return own, specs(tree.shards("grad_specs", options.grad_specs, names))
+        return own, own, apart
+    return own, specs(tree.shards("grad_specs", options.grad_specs, names)), apart
+
+
+def _within(outer: PartitionSpec, inner: PartitionSpec) -> PartitionSpec:
+    """How an array lies whose parts, after `outer`, lie after `inner`."""
+    dimensions = range(max(len(outer), len(inner)))
+    entries = [(*_names(outer, d), *_names(inner, d)) for d in dimensions]
+    return PartitionSpec(*[entry or None for entry in entries])
 
 
 def _kinds(
@@ -224,8 +244,7 @@ def _place(x: Any, spec: PartitionSpec, mesh: Any, names: tuple[str, ...]) -> ja
 
 
 def _names(spec: PartitionSpec, dimension: int) -> tuple[Any, ...]:
-    entry = spec[dimension] if dimension < len(spec) else None
-    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    return shards.names_in(spec[dimension]) if dimension < len(spec) else ()
 
 
 def mesh_of(function: str, names: tuple[str, ...], arguments: Any) -> Any:

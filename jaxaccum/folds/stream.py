@@ -7,7 +7,7 @@ import jax
 import optax
 
 from jaxaccum.core import checks
-from jaxaccum.folds import devices, faults
+from jaxaccum.folds import devices, faults, shards
 from jaxaccum.folds.inner import in_one_precision
 from jaxaccum.folds.stream_length import checked_length, until_weight
 from jaxaccum.folds.stream_state import MultiSteps, MultiStepsState, check_no_window
@@ -26,6 +26,7 @@ def multi_steps(
     every: int | Callable[[jax.Array], Any] | until_weight,
     *,
     axis_name: str | Sequence[str] | None = None,
+    local_params: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool | Literal["window"] = False,
     max_bad_windows: int | None = None,
@@ -52,6 +53,10 @@ def multi_steps(
       axis_name: mesh axes over which the batch is split, inside `shard_map` or `pmap`: sums stay on
         their device between calls and meet in one reduction when the window closes. Gradients
         must not be reduced before. See `ja.state_specs` for the state's layout.
+      local_params: which parameters are each device's own, as in `ja.accumulate`: over the axes
+        named there their sums do not meet. Their part of the inner state is each device's own as
+        well; a norm over all gradients, as in clipping, would be too, and the shared parameters
+        would go apart.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out every micro-step whose gradient, weight or averaged argument is not
         finite, on all devices where it is not on one. It does not advance the window: the next
@@ -119,11 +124,13 @@ def multi_steps(
                 f"multi_steps: `{name}` must be a tuple of argument names, got {value!r}. For one "
                 f'name pass `{name}=("value",)`.'
             )
+    shards.check_places("multi_steps", {"local_params": local_params}, axis_name)
     stream = Stream(
         inner=in_one_precision(inner),
         every=every,
         axis_name=axis_name,
         names=devices.names_of("multi_steps", "axis_name", axis_name),
+        local_params=local_params,
         accumulator=accumulator,
         skips=skips,
         limit=limit,

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.folds import devices
+from jaxaccum.folds.own_params import inner_specs
 from jaxaccum.numerics import accumulators, loss_scaling, weights
 
 
@@ -208,7 +209,7 @@ def has_updated(state: Any) -> jax.Array:
     return find_state("has_updated", state).updated
 
 
-def state_specs(state: Any, axis_name: str | Sequence[str]) -> Any:
+def state_specs(state: Any, axis_name: str | Sequence[str], *, local_params: Any = None) -> Any:
     """How a `multi_steps(axis_name=...)` state is laid out over the mesh.
 
     For the `in_specs` and `out_specs` of the `shard_map` that carries the state through jitted
@@ -219,6 +220,9 @@ def state_specs(state: Any, axis_name: str | Sequence[str]) -> Any:
       state: the state, alone or inside that of `optax.chain` and the like; arrays or the result
         of `jax.eval_shape(tx.init, params)`.
       axis_name: the mesh axes, as given to `multi_steps`.
+      local_params: as given to `multi_steps`: what the inner state holds of such parameters lies as
+        they do. Make the state where they are parts, inside the `shard_map`, or under
+        `jax.set_mesh`.
 
     Returns:
       A tree like `state` with `PartitionSpec` leaves.
@@ -243,6 +247,7 @@ def state_specs(state: Any, axis_name: str | Sequence[str]) -> Any:
             weight_carry=jax.tree.map(lambda _: local, node.weight_carry),
             grad_carry=jax.tree.map(lambda _: local, node.grad_carry),
             mean_args=jax.tree.map(lambda _: local, node.mean_args),
+            inner_state=inner_specs(node.inner_state, node.grad_carry, local_params, names),
         )
 
     return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, MultiStepsState))

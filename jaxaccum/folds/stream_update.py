@@ -25,6 +25,7 @@ from jaxaccum.folds.inner import sees_every_window
 from jaxaccum.folds.inner_call import InnerCall
 from jaxaccum.folds.leaves import differentiated, no_update, trained
 from jaxaccum.folds.open_window import OpenWindow, match, rebuild
+from jaxaccum.folds.own_params import own_axes, own_parts
 from jaxaccum.folds.stream_arguments import (
     Call,
     check_given,
@@ -46,6 +47,7 @@ class Stream:
     every: Any
     axis_name: Any
     names: tuple[str, ...]
+    local_params: Any
     accumulator: accumulators.Accumulator
     skips: str | None
     limit: int | None
@@ -62,7 +64,7 @@ class Stream:
         def carry(leaf: Any) -> Any:
             # A window of one micro-step needs no buffer.
             empty = self.accumulator.empty
-            return accumulators.Uncarried() if is_one(self.every) else empty(jnp.asarray(leaf))
+            return accumulators.Uncarried() if is_one(self.every) else empty(leaf)
 
         seen = trained(params)
         inner_state = self.inner.init(seen)
@@ -75,7 +77,8 @@ class Stream:
             updated=jnp.zeros((), jnp.bool_),
             weight_carry=devices.with_device_axis(weights.zero(), self.names),
             grad_carry=devices.with_device_axis(
-                jax.tree.map(carry, differentiated(seen)), self.names
+                jax.tree.map(carry, own_parts(differentiated(seen), self.local_params, self.names)),
+                self.names,
             ),
             mean_args=devices.with_device_axis(
                 {name: MeanSum(no_mean().total, no_mean().weight) for name in self.mean_args},
@@ -113,6 +116,7 @@ class Stream:
             else read_call(updates, weight, state, axes, normalize=self.normalize)
         )
         leaves = match(call.grads, grad_carry, params, bare=bare)
+        own = own_axes(call.grads, params, self.local_params, leaves.moves, axes)
         asked, key = frozenset(extra_args), None
         if self.accumulator.needs_key and not flush:
             key = rounding_key(extra_args.pop("key", None), axes)
@@ -124,9 +128,12 @@ class Stream:
         if bare and call.weight is None and not (self.skips or flush or axes):
             return self._plain_step(run, means, state)
         window = OpenWindow(
-            leaves.carries, weight_carry, {name: Mean(*pair) for name, pair in mean_sums.items()}
+            leaves.carries,
+            weight_carry,
+            {name: Mean(*pair) for name, pair in mean_sums.items()},
+            own,
         )
-        run = run.tried(state.inner_state, axes, flush=flush)
+        run = run.tried(state.inner_state, devices.without(axes, own), flush=flush)
         if bare and flush:  # no window is ever open
             nothing = run.whole(jax.tree.map(no_update, run.trial.types))
             return nothing, state._replace(updated=jnp.zeros((), jnp.bool_))
@@ -157,7 +164,7 @@ class Stream:
         self, run: InnerCall, means: dict[str, Mean], state: MultiStepsState
     ) -> tuple[Any, MultiStepsState]:
         """A window of one micro-step: its gradients reach the optimizer untouched."""
-        run = run.tried(state.inner_state, (), flush=False)
+        run = run.tried(state.inner_state, [()] * len(run.leaves.grads), flush=False)
         values = {name: mean.value for name, mean in means.items()}
         updates, inner_state = run(run.leaves.grads, values, state.inner_state, run.params)
         return run.whole(updates), state._replace(
@@ -228,6 +235,7 @@ class Stream:
             sound = jnp.ones((), jnp.bool_)
             if self.skips == faults.WINDOW:
                 sound = window.is_finite(accumulator)
+                sound = devices.agree(sound, axes) if any(window.own) else sound
                 if whole:
                     window = window.select(sound, jax.tree.map(jnp.zeros_like, window))
             updates, _, inner_state, outcome = hand_over(

@@ -25,6 +25,7 @@ def accumulate(
     reduction: Literal["defer", "scatter"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
+    local_params: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool | Literal["window"] = False,
     grad_reducers: Any = None,
@@ -72,6 +73,13 @@ def accumulate(
         Explicit mesh they are read off the types.
       grad_specs: which gradients are returned in parts; `param_specs` by default. With whole
         parameters this is ZeRO: a sharded optimizer update follows.
+      local_params: which parameters are each device's own (experts, stages): a tree prefix of the
+        parameters with `PartitionSpec` leaves. `loss_fn` sees its own, and its gradient is not
+        summed over the axes named there, while weights are. A parameter that is typed as different
+        over an axis of the window is refused where neither this nor `param_specs` says why; with
+        `check_vma=False` and in `pmap` types say nothing, and it must be named here. Inside
+        `shard_map` the norm of all gradients, as in clipping, is then each device's own; under
+        `spmd_axis_name` it is that of the whole.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
         loss, gradient or new model state is not finite; the window is shorter by it. "window"
@@ -126,6 +134,7 @@ def accumulate(
         reduction=reduction,
         param_specs=param_specs,
         grad_specs=grad_specs,
+        local_params=local_params,
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,
@@ -150,6 +159,7 @@ def value_and_grad(
     reduction: Literal["defer", "scatter"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
+    local_params: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool | Literal["window"] = False,
     grad_reducers: Any = None,
@@ -175,6 +185,7 @@ def value_and_grad(
       reduction: "defer" or "scatter".
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
+      local_params: which parameters are each device's own.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: whether to leave out micro-batches, or windows, that are not finite.
       grad_reducers: reducers of gradient leaves that are not sums.
@@ -212,6 +223,7 @@ def value_and_grad(
         reduction=reduction,
         param_specs=param_specs,
         grad_specs=grad_specs,
+        local_params=local_params,
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         grad_reducers=grad_reducers,

@@ -100,12 +100,14 @@ def checked_options(
         )
     check_policy(function, others.get("model_state"))
     shards.check_reduction(function, others.get("reduction", "defer"))
-    parts = others.get("param_specs"), others.get("grad_specs")
-    if others.get("noise_scale") and others.get("axis_name") and parts != (None, None):
+    places = {name: others.get(name) for name in ("param_specs", "grad_specs", "local_params")}
+    axes = others.get("axis_name"), others.get("spmd_axis_name")
+    placed = shards.check_places(function, places, *axes)
+    if others.get("noise_scale") and others.get("axis_name") and placed:
         raise ValueError(
             f"{function}: `noise_scale=True` needs whole gradient sums, but `axis_name` with "
-            "`param_specs` or `grad_specs` leaves each device a part. Use `spmd_axis_name` under "
-            "plain `jit`, whose sums are global arrays."
+            f"`{placed[0]}` leaves each device a part. Use `spmd_axis_name` under plain `jit`, "
+            "whose sums are global arrays."
         )
     unroll = others.get("unroll", 1)
     if not isinstance(unroll, bool):

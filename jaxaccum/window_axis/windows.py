@@ -48,6 +48,7 @@ def accumulate(
     reduction: Literal["defer", "scatter"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
+    local_params: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: Literal[False, "window"] = False,
     unroll: int | bool = 1,
@@ -76,6 +77,7 @@ def accumulate(
       reduction: "defer" or "scatter", as all that follow as in `ja.accumulate`.
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
+      local_params: which parameters are each device's own.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: "window" leaves out a window that is not finite.
       unroll: as in `jax.lax.scan`.
@@ -113,6 +115,7 @@ def accumulate(
             reduction=reduction,
             param_specs=param_specs,
             grad_specs=grad_specs,
+            local_params=local_params,
             accumulator=accumulator,
             skip_nonfinite=skip_nonfinite,
             unroll=unroll,
@@ -136,6 +139,7 @@ def value_and_grad(
     reduction: Literal["defer", "scatter"] = "defer",
     param_specs: Any = None,
     grad_specs: Any = None,
+    local_params: Any = None,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: Literal[False, "window"] = False,
     unroll: int | bool = 1,
@@ -160,6 +164,7 @@ def value_and_grad(
       reduction: "defer" or "scatter".
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
+      local_params: which parameters are each device's own.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: "window" leaves out a window that is not finite.
       unroll: as in `jax.lax.scan`.
@@ -196,6 +201,7 @@ def value_and_grad(
         reduction=reduction,
         param_specs=param_specs,
         grad_specs=grad_specs,
+        local_params=local_params,
         accumulator=accumulator,
         skip_nonfinite=skip_nonfinite,
         unroll=unroll,
