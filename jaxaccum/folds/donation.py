@@ -13,7 +13,7 @@ from jaxaccum.core import checks
 class Step:
     """`jax.jit(fn, donate_argnums=donated)`, whose errors about arguments name the argument.
 
-    Everything else, such as `lower` and `trace`, is that of the jitted function.
+    Everything else, such as `lower` and `_cache_size`, is that of the jitted function.
     """
 
     def __init__(self, function: str, fn: Callable[..., Any], donated: Sequence[int]):
@@ -29,7 +29,7 @@ class Step:
             raise
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__") or name == "_jitted":  # not found on the way to be copied
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
