@@ -443,7 +443,9 @@ def test_options_that_contradict_are_refused(options, error, words):
 
 @pytest.mark.parametrize("name", ["param_specs", "grad_specs", "local_params"])
 @pytest.mark.parametrize(
-    "make", [ja.accumulate, ja.value_and_grad, ja.window_axis.accumulate, ja.train_step], ids=str
+    "make",
+    [ja.accumulate, ja.value_and_grad, ja.window_axis.accumulate, ja.train_step],
+    ids=lambda make: f"{make.__module__}.{make.__name__}",
 )
 def test_places_over_no_axis_are_refused(make, name):
     args = [loss_fn, optax.sgd(1.0)] if make is ja.train_step else [loss_fn]
