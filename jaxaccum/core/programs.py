@@ -96,12 +96,6 @@ def stage_call(fn: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], 
     return call, Program(traced.jaxpr, traced.out_info)
 
 
-def types_of(fn: Callable[..., Any], *args: Any) -> Any:
-    """The tree of abstract values that `fn(*args)` returns, nothing of their types left out."""
-    program = stage(fn, *args)
-    return jax.tree.unflatten(jax.tree.structure(program.out_shape), program.closed.out_avals)
-
-
 # What stands in a program.
 
 

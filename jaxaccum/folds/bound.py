@@ -214,7 +214,7 @@ class Bound:
         terms = self.first_loss().terms
         if self.options.noise_scale:
             arguments.check_noise_scale(self.options.function, terms, given)
-        if self.state is not None:
+        if self.state is not None and self.state.adds:  # else one trace of the loss is enough
             loss, flat, _ = self._first()
             self.state.read_program(loss.program, flat)
         denominators = None

@@ -69,6 +69,11 @@ class ModelState:
         """Whether the micro-batches' statistics are summed."""
         return self.policy == "pooled"
 
+    @property
+    def adds(self) -> bool:
+        """Whether `StateSums` are made, of micro-batches or of devices."""
+        return self.pools or (self.threads and bool(self.axes))
+
     def call(
         self, loss_fn: Any, args: Sequence[Any], named: Any, leaves: Sequence[Any], has_aux: bool
     ) -> Any:
@@ -131,7 +136,7 @@ class ModelState:
 
     def of_device(self, last: Sequence[Any], number: Any) -> StateSums | None:
         """What a device adds whose micro-batches have updated the state one after the other."""
-        return self._sums(last, [], jnp.asarray(number, jnp.float32)) if self.axes else None
+        return self._sums(last, [], jnp.asarray(number, jnp.float32)) if self.adds else None
 
     def sound(self, new: Sequence[Any], threads: Sequence[Any] | None, count: Any) -> Any:
         """Whether a micro-batch left nothing in the state that is not finite.

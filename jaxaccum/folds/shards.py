@@ -1,6 +1,5 @@
 """Parameters and gradient sums that are sharded over the axes of the window (FSDP, ZeRO)."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,13 +43,6 @@ class Shard(NamedTuple):
     def spec(self) -> PartitionSpec:
         """The `PartitionSpec` of an array split this way."""
         return PartitionSpec(*[None] * self.dimension, self.axes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Holds the shard of one leaf in a tree, where a bare `None` would be no leaf."""
-
-    shard: Shard | None
 
 
 def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Shard | None:
