@@ -1,5 +1,6 @@
 """One training step to copy: a window, a clip-ready gradient, one optimizer step."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -327,6 +328,7 @@ def _updated(
     """Updates and inner state of an optimizer step, taken where `applying`."""
     structure, sums = jax.tree.structure(grads), jax.tree.leaves(grads)
 
+    @functools.partial(jax.jit, static_argnums=0)  # traced once for gradients of the same types
     def run(offering: bool, sums: Any, inner_state: Any, operands: Any) -> tuple[Any, Any]:
         loss, params = operands
         tree = jax.tree.unflatten(structure, sums)

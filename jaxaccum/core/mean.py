@@ -72,6 +72,11 @@ def divide(total: Any, weight: Any, *, empty: float) -> jax.Array:
     return jnp.where(is_empty, np.asarray(empty, dtype), total / divisor)
 
 
+def quotient(total: Any, weight: Any) -> jax.Array:
+    """`total / weight`, and zero where the weight is."""
+    return divide(total, weight, empty=0.0)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mean:

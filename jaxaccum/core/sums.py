@@ -11,7 +11,7 @@ import numpy as np
 from jaxaccum.core import checks
 from jaxaccum.core.agreement import check_merge
 from jaxaccum.core.leaves import leafwise
-from jaxaccum.core.mean import Mean, add, as_float, divide, pool
+from jaxaccum.core.mean import Mean, add, as_float, divide, pool, quotient
 from jaxaccum.core.noise import NoiseSums
 from jaxaccum.core.reducers import (
     Addition,
@@ -224,7 +224,7 @@ def finalize(sums: WindowSums) -> Window:
     if sums.denominators is None:
         (total,), (weight,) = totals, weights
         loss = Mean(total, weight).value
-        finish: Any = _quotient
+        finish: Any = quotient
         by = weight
     else:
         loss = _sum_of_means(totals, jax.tree.leaves(sums.denominators), _counting(sums))
@@ -323,10 +323,6 @@ def _each_gradient(fn: Any, sums: WindowSums, *shared: Any) -> Any:
     """The gradients that the window's weight divides, through `fn(gradient, *shared)`."""
     divided = [r.divides for r in jax.tree.leaves(sums.reducers.grads)]
     return _each([fn if d else None for d in divided], sums.grads, shared=shared)
-
-
-def _quotient(total: Any, weight: Any) -> jax.Array:
-    return divide(total, weight, empty=0.0)
 
 
 def _poisoned(grad: jax.Array, differing: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """Running the inner optimizer once per window, under one `cond`, without extra buffers."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxaccum.core import compat, dtypes
+from jaxaccum.core.leaves import leafwise
 from jaxaccum.folds.leaves import no_update
 
 HELD, APPLIED, DROPPED = 0, 1, 2
@@ -74,14 +76,18 @@ def hand_over(
     slots, others, inner_state, outcome = jax.lax.cond(
         applying, close, hold, list(sums), inner_state, operands
     )
-    supply = iter(others)
-    updates = [
-        next(supply)
-        if home is None
-        else jnp.where(applying, slots[home].astype(like.dtype), no_update(like))
-        for like, home in zip(wanted, homes, strict=True)
-    ]
+    at_home = [(like, slots[home]) for like, home in zip(wanted, homes) if home is not None]
+    taken = {like: functools.partial(_taken, like) for like, _ in at_home}
+    fns, slots_home = [taken[like] for like, _ in at_home], [x for _, x in at_home]
+    back = leafwise(fns, slots_home, shared=(applying,))
+    supply, returned = iter(others), iter(back)
+    updates = [next(supply) if home is None else next(returned) for home in homes]
     return jax.tree.unflatten(tree, updates), slots, inner_state, outcome
+
+
+def _taken(like: Any, slot: jax.Array, applying: jax.Array) -> jax.Array:
+    """The update that came back in a sum's buffer, where the optimizer ran."""
+    return jnp.where(applying, slot.astype(like.dtype), no_update(like))
 
 
 def find_homes(types: Any, tree: Any, sums: Sequence[jax.Array]) -> list[int | None]:

@@ -39,8 +39,8 @@ def in_one_precision(inner: optax.GradientTransformation) -> Any:
         def widened() -> Any:
             return inner.update(updates, _wide(state), _wide(params), **extra_args)
 
-        mixed = any(map(_is_wide, jax.tree.leaves(updates))) and any(
-            map(_is_narrow, jax.tree.leaves((state, params)))
+        mixed = any(d == wide(d) for d in _floats(updates)) and any(
+            d != wide(d) for d in _floats((state, params))
         )
         # An error in both is the user's own, and is raised by the call as it is.
         return widened() if mixed and not _traces(as_it_is) and _traces(widened) else as_it_is()
@@ -137,5 +137,8 @@ def _is_narrow(x: Any) -> bool:
     return is_inexact(x) and jnp.result_type(x) != wide(jnp.result_type(x))
 
 
-def _is_wide(x: Any) -> bool:
-    return is_inexact(x) and not _is_narrow(x)
+def _floats(tree: Any) -> set[Any]:
+    """The floating and complex dtypes in a tree."""
+    leaves = jax.tree.leaves(tree)
+    dtypes = {x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in leaves}
+    return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)}

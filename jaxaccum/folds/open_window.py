@@ -10,11 +10,20 @@ import numpy as np
 
 from jaxaccum.core import checks, compat, dtypes
 from jaxaccum.core.checks import all_finite, is_inexact
+from jaxaccum.core.leaves import leafwise
 from jaxaccum.core.mean import Mean, pool
 from jaxaccum.core.reducers import Sum
 from jaxaccum.folds import devices
 from jaxaccum.folds.leaves import differentiated, hide, is_none, unchanged
 from jaxaccum.numerics import accumulators, weights
+
+
+def _chosen(new: jax.Array, old: jax.Array, keep: jax.Array) -> jax.Array:
+    return jnp.where(keep, new, old)
+
+
+def _emptied(x: jax.Array, closing: jax.Array) -> jax.Array:
+    return jnp.where(closing, jnp.zeros_like(x), x)
 
 
 @jax.tree_util.register_dataclass
@@ -44,28 +53,29 @@ class OpenWindow:
     ) -> "OpenWindow":
         """The window with one more micro-step."""
 
-        def add(leaf: int, carry: Any, grad: jax.Array) -> Any:
-            one = accumulator if key is None else accumulator.keyed(jax.random.fold_in(key, leaf))
-            return one.start(grad) if carry is None else one.fold(carry, grad)
-
-        carries = [add(i, c, g) for i, (c, g) in enumerate(zip(self.carries, grads, strict=True))]
+        each: list[Any] = [accumulator] * len(grads)
+        if key is not None:
+            each = [accumulator.keyed(jax.random.fold_in(key, i)) for i in range(len(grads))]
+        if None in self.carries:  # of a window of one micro-step
+            carries = leafwise([one.start for one in each], grads)
+        else:
+            carries = leafwise([one.fold for one in each], self.carries, grads)
         sums = {n: pool(old, means[n]) if n in means else old for n, old in self.means.items()}
         return OpenWindow(carries, weights.add(self.weight, weight), sums, self.own)
 
     def select(self, keep: jax.Array, other: "OpenWindow") -> "OpenWindow":
         """This window where `keep` holds, `other` elsewhere."""
 
-        def choose(new: Any, old: Any) -> Any:
-            if old is None:
-                return new
-            return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
+        if None in other.carries:
+            other = dataclasses.replace(other, carries=self.carries)
+        new, tree = jax.tree.flatten(self)
+        chosen = leafwise(_chosen, new, jax.tree.leaves(other), shared=(keep,))
+        return jax.tree.unflatten(tree, chosen)
 
-        return OpenWindow(
-            [choose(a, b) for a, b in zip(self.carries, other.carries, strict=True)],
-            choose(self.weight, other.weight),
-            choose(self.means, other.means),
-            self.own,
-        )
+    def emptied(self, closing: jax.Array) -> "OpenWindow":
+        """This window, without anything in it where it is `closing`."""
+        leaves, tree = jax.tree.flatten(self)
+        return jax.tree.unflatten(tree, leafwise(_emptied, leaves, shared=(closing,)))
 
     def across(self, accumulator: accumulators.Accumulator, axes: tuple[str, ...]) -> "OpenWindow":
         """The window over all devices: one reduction."""
@@ -112,7 +122,7 @@ class Leaves(NamedTuple):
       carries: the carry of each of them; `None` where nothing is carried.
       tree: their tree structure, with `None` in the places of the other leaves.
       moves: for every leaf, `None` included, whether it is one of them.
-      others: for every leaf the update that changes no bit of it.
+      others: for every other leaf the update that changes no bit of it, `None` for one of them.
     """
 
     grads: list[jax.Array]
@@ -162,7 +172,10 @@ def match(updates: Any, grad_carry: Any, params: Any, *, bare: bool) -> Leaves:
         carries=[None if bare else carry for carry in held if carry is not None],
         tree=jax.tree.structure(hide(updates, moves)),
         moves=moves,
-        others=[unchanged(g, p) for g, p in zip(grads, known, strict=True)],
+        others=[
+            None if moving else unchanged(g, p)
+            for g, p, moving in zip(grads, known, moves, strict=True)
+        ],
     )
 
 

@@ -43,7 +43,8 @@ def multi_steps(
     throw its result away in all but one.
 
     Donate the state (and the parameters) to the jitted function that calls `update`: then the
-    sums are added in place.
+    sums are added in place. JAX refuses to take over one buffer twice, as of two leaves that hold
+    the same array: keep a tied parameter once and use it twice in the loss, or copy it.
 
     Args:
       inner: the optimizer; it sees the gradient of the large batch, and its step counts windows.

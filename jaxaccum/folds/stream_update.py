@@ -10,7 +10,8 @@ import optax
 
 from jaxaccum.core import checks
 from jaxaccum.core.checks import all_finite
-from jaxaccum.core.mean import Mean, divide
+from jaxaccum.core.leaves import leafwise
+from jaxaccum.core.mean import Mean, quotient
 from jaxaccum.folds import devices, faults
 from jaxaccum.folds.handover import (
     APPLIED,
@@ -226,7 +227,7 @@ class Stream:
             window = window.with_sums(sums)
             mean = [accumulator.read(c) for c in window.carries]
             if self.normalize:
-                mean = [divide(g, accumulators.read(window.weight), empty=0.0) for g in mean]
+                mean = leafwise(quotient, mean, shared=(accumulators.read(window.weight),))
             return *run.closing(mean, window.means, inner_state, params), APPLIED
 
         def judge_first(sums: Sequence[Any], inner_state: Any, operands: Any) -> Any:
@@ -266,8 +267,7 @@ class Stream:
             judged_over=frozenset() if axes or not late else window.varies_over(),
         )
         window = window.with_sums(sums)
-        window = jax.tree.map(lambda x: jnp.where(closing, jnp.zeros_like(x), x), window)
-        return new_updates, window, inner_state, outcome
+        return new_updates, window.emptied(closing), inner_state, outcome
 
     def _counts(
         self,
