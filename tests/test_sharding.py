@@ -419,6 +419,64 @@ def test_a_per_device_number_of_micro_batches_is_refused_when_scattered():
         f(*layout.arguments(), num_real=jnp.arange(8, dtype=jnp.int32) % 7)
 
 
+# Parts over another axis, which is Explicit and automatic
+
+
+def typed_problem():
+    """A parameter that lies over `model` by its type, with the data axis to be manual."""
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    w = np.arange(24, dtype=np.float32).reshape(4, 6)
+    x = np.arange(64, dtype=np.float32).reshape(16, 4)
+    put = lambda value, spec: jax.device_put(value, NamedSharding(mesh, spec))  # noqa: E731
+    return mesh, put(w, P(None, "model")), put(x, P("data")), np.tile(x.mean(0)[:, None], 6)
+
+
+def typed_loss(w, x):
+    return ja.Mean(jnp.sum(x @ w), len(x))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_gradient_in_parts_may_lie_over_an_explicit_axis_too(reduction, check_vma):
+    mesh, w, x, want = typed_problem()
+    f = ja.value_and_grad(
+        typed_loss, num_microbatches=2, axis_name="data", grad_specs=P("data"), reduction=reduction
+    )
+    mapped = jax.shard_map(
+        f,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=(P(), P("data")),
+        axis_names={"data"},
+        check_vma=check_vma,
+    )
+    with jax.set_mesh(mesh):
+        _, grads = jax.jit(mapped)(w, x)
+    np.testing.assert_array_equal(grads, want)
+
+
+@pytest.mark.parametrize("skip", [False, True, "window"])
+def test_the_sums_of_a_stream_lie_over_an_explicit_axis_as_the_parameters_do(skip):
+    mesh, w, x, want = typed_problem()
+    tx = ja.multi_steps(optax.sgd(1.0), 2, axis_name="data", skip_nonfinite=skip)
+    sums_fn = ja.accumulate(typed_loss, num_microbatches=2)
+    with jax.set_mesh(mesh):
+        state = tx.init(w)
+        assert jax.typeof(state.grad_carry).sharding.spec == P("data", None, "model")
+        specs = ja.state_specs(state, "data")
+        mapped = jax.shard_map(
+            lambda w, state, x: tx.update(sums_fn(w, x), state, w),
+            mesh=mesh,
+            in_specs=(P(), specs, P("data")),
+            out_specs=(P(), specs),
+            axis_names={"data"},
+        )
+        for _ in range(2):
+            updates, state = jax.jit(mapped)(w, state, x)
+    np.testing.assert_array_equal(updates, -want)
+
+
 # Refusals
 
 

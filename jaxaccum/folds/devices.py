@@ -254,9 +254,9 @@ def with_device_axis(tree: Any, names: tuple[str, ...]) -> Any:
     if not set(names) <= set(mesh.axis_names):
         return jax.tree.map(lambda x: x[None], tree)
     number = int(np.prod([mesh.shape[name] for name in names]))
-    spec = jax.sharding.PartitionSpec(names)
 
     def spread(x: jax.Array) -> jax.Array:
+        spec = jax.sharding.PartitionSpec(names, *compat.spec_of(x))
         x = jnp.broadcast_to(x[None], (number, *x.shape))
         explicit = all(compat.is_explicit(mesh, name) for name in names)
         return jax.sharding.reshard(x, spec) if explicit else x

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxaccum.core import checks
+from jaxaccum.core import checks, compat
 
 REDUCTIONS = ("defer", "scatter")
 
@@ -30,7 +30,15 @@ class Shard(NamedTuple):
 
     def scatter(self, x: jax.Array) -> jax.Array:
         """This device's part of the sum of all devices' whole arrays."""
-        return lax.psum_scatter(x, self.axes, scatter_dimension=self.dimension, tiled=True)
+
+        def scattered(x: jax.Array) -> jax.Array:
+            return lax.psum_scatter(x, self.axes, scatter_dimension=self.dimension, tiled=True)
+
+        spec = compat.spec_of(x)
+        if not any(spec):
+            return scattered(x)
+        # JAX gives no type to the part of an array that lies over other Explicit axes as well.
+        return jax.sharding.auto_axes(scattered, axes=axes_in(spec), out_sharding=spec)(x)
 
     def scatter_here(self, x: jax.Array) -> jax.Array:
         """`scatter`, at this place of the program.
