@@ -201,3 +201,32 @@ def test_plateau_around_a_window_judges_micro_batches():
     around = optax.chain(ja.multi_steps(optax.sgd(1.0), 2), plateau)
     assert not_better(inside, lambda s: s.inner_state[1], lambda v: ja.Mean(v, 1)) == 1
     assert not_better(around, lambda s: s[1], jnp.float32) == 3
+
+
+class Traced:
+    """An optimizer that counts how often its update is traced."""
+
+    def __init__(self, inner):
+        self.inner, self.traces = inner, 0
+
+    def init(self, params):
+        return self.inner.init(params)
+
+    def update(self, updates, state, params=None, **extra_args):
+        self.traces += 1
+        return self.inner.update(updates, state, params, **extra_args)
+
+
+@pytest.mark.parametrize("skip", [False, True, "window"])
+def test_an_optimizer_is_traced_once_for_a_step_and_for_a_call_of_a_stream(skip):
+    params = {"w": jnp.ones(3)}
+    inner = Traced(optax.with_extra_args_support(optax.adam(0.1)))
+    init, step = ja.train_step(
+        lambda p, x: ja.mean(x @ p["w"]), inner, num_microbatches=2, skip_nonfinite=skip
+    )
+    jax.eval_shape(step, params, init(params), jnp.ones((4, 3)))
+    assert inner.traces == 1
+    inner.traces = 0
+    tx = ja.multi_steps(inner, 2, skip_nonfinite=skip)
+    jax.eval_shape(tx.update, params, tx.init(params), params)
+    assert inner.traces == 1
