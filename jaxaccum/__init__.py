@@ -12,22 +12,22 @@ from jaxaccum import (
 )
 from jaxaccum.auditing import audit
 from jaxaccum.batches import PackedBatch, example_keys, pack, pad_batch, windows
+from jaxaccum.combine.microbatch import microbatch
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum
 from jaxaccum.core.sums import Window, WindowSums, finalize, merge
 from jaxaccum.diagnostics.equivalence import check_equivalence
 from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
-from jaxaccum.folds.cut import split
-from jaxaccum.folds.microbatch import microbatch
-from jaxaccum.folds.model_state import Counted
-from jaxaccum.folds.stream import multi_steps
-from jaxaccum.folds.stream_length import until_weight
-from jaxaccum.folds.stream_state import MultiStepsState, flush, has_updated, state_specs
-from jaxaccum.folds.window import accumulate, denominators, value_and_grad
 from jaxaccum.health import check_healthy
 from jaxaccum.numerics import accumulators, loss_scaling
 from jaxaccum.planning import WindowPlan, fit_microbatch, plan_window
+from jaxaccum.stream.length import until_weight
+from jaxaccum.stream.multi_steps import multi_steps
+from jaxaccum.stream.state import MultiStepsState, flush, has_updated, state_specs
 from jaxaccum.training import StepInfo, StepState, TrainStep, train_step
+from jaxaccum.window.cut import split
+from jaxaccum.window.model_state import Counted
+from jaxaccum.window.windows import accumulate, denominators, value_and_grad
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks
-from jaxaccum.folds import cut
+from jaxaccum.window import cut
 
 _INT32 = np.iinfo(np.int32)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxaccum.core import checks
 from jaxaccum.core.sums import Window
-from jaxaccum.folds.stream_state import MultiStepsState
-from jaxaccum.training import StepInfo, StepState
+from jaxaccum.stream.state import MultiStepsState
+from jaxaccum.training.step import StepInfo, StepState
 
 _KINDS = (MultiStepsState, StepState, StepInfo, Window)
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxaccum.closing.leaves import differentiated, is_none, trained
 from jaxaccum.core import checks
 from jaxaccum.core.mean import divide
-from jaxaccum.folds.leaves import differentiated, is_none, trained
-from jaxaccum.folds.stream_state import MultiStepsState, find_states
 from jaxaccum.numerics import weights
 from jaxaccum.numerics.accumulators import Compensated, Uncarried, is_carry, join
+from jaxaccum.stream.state import MultiStepsState, find_states
 
 
 def from_optax(

@@ -11,25 +11,25 @@ from flax import core
 from flax.linen import fp8_ops
 from flax.training import train_state
 
+from jaxaccum.closing.handover import own_buffer
+from jaxaccum.closing.inner import of_trained
 from jaxaccum.core import checks
 from jaxaccum.core.reducers import Max, Sum
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds.arguments import NOTHING, positional
-from jaxaccum.folds.batch import checked_argnums
-from jaxaccum.folds.donation import Step
-from jaxaccum.folds.handover import own_buffer
-from jaxaccum.folds.inner import of_trained
-from jaxaccum.folds.model_state import CHOICES
-from jaxaccum.folds.stream_state import (
+from jaxaccum.numerics import loss_scaling
+from jaxaccum.stream.state import (
     check_divides,
     check_no_window,
     find_states,
     flush,
     has_updated,
 )
-from jaxaccum.numerics import loss_scaling
-from jaxaccum.training import StepInfo, first_state
-from jaxaccum.training import train_step as plain_train_step
+from jaxaccum.training.donation import Step
+from jaxaccum.training.step import StepInfo, first_state
+from jaxaccum.training.step import train_step as plain_train_step
+from jaxaccum.window.arguments import NOTHING, positional
+from jaxaccum.window.batch import checked_argnums
+from jaxaccum.window.model_state import CHOICES
 
 OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT
 

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from jaxaccum import interop
 from jaxaccum.core import checks
-from jaxaccum.folds.stream_state import MultiStepsState
+from jaxaccum.stream.state import MultiStepsState
 
 _FORMAT = 1
 

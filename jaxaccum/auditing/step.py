@@ -13,7 +13,7 @@ from jaxaccum.auditing.findings import Collective, DonatedBuffer, LoopSum, memor
 from jaxaccum.auditing.flow import Flow, Node
 from jaxaccum.auditing.report import REDUCTIONS, Audit
 from jaxaccum.core import checks
-from jaxaccum.folds import devices
+from jaxaccum.devices import reduction
 
 
 def audit(
@@ -68,7 +68,7 @@ def audit(
       >>> report.gradient_bytes, report.loop_bytes, report.assert_deferred() is report
       (32, 0, True)
     """
-    names = devices.names_of("audit", "axis_name", axis_name) if axis_name is not None else None
+    names = reduction.names_of("audit", "axis_name", axis_name) if axis_name is not None else None
     minimum = checks.integer("audit", "min_bytes", min_bytes) if min_bytes is not None else None
     compiled = _compiled(fn, args, kwargs)
     program = hlo.parse(compiled.as_text() or "")

@@ -2,7 +2,7 @@
 
 A primitive that does not stand here has no trait, and that is the safe answer: it is not cheap, so
 its results are kept; it has a derivative; it acts, so it is run. Only where a multiple is looked
-for (`MULTIPLE`) is no answer safe; `folds.local_values.check_undivided` says what it does there.
+for (`MULTIPLE`) is no answer safe; `devices.local_values.check_undivided` says what it does there.
 """
 
 # Its results are multiples of what goes in, or contain it.

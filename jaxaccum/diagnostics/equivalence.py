@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks
+from jaxaccum.devices import reduction
 from jaxaccum.diagnostics import causes, structure
 from jaxaccum.diagnostics.probes import Parts, Probe, distance
 from jaxaccum.diagnostics.structure import Finding
-from jaxaccum.folds import cut, devices
-from jaxaccum.folds.batch import Batch, checked_argnums
-from jaxaccum.folds.window import value_and_grad
+from jaxaccum.window import cut
+from jaxaccum.window.batch import Batch, checked_argnums
+from jaxaccum.window.windows import value_and_grad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ def check_equivalence(
             f"{function}: the batch has {rows.rows} rows; at least three and at least "
             f"`num_microbatches`, {number}, are needed to compare anything."
         )
-    axes = devices.names_of(function, "axis_name", axis_name)
+    axes = reduction.names_of(function, "axis_name", axis_name)
     probe = Probe(loss_fn, every, rows, has_aux=has_aux, axes=axes)
     return _Check(probe, number, rtol).report()
 

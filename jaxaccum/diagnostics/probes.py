@@ -13,7 +13,7 @@ from jaxaccum.core import checks, compat, dtypes, programs
 from jaxaccum.core.checks import describe, is_inexact
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.reducers import is_marked
-from jaxaccum.folds.batch import Batch
+from jaxaccum.window.batch import Batch
 
 
 class Parts(NamedTuple):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import labels, primitives, programs
+from jaxaccum.devices import local_values
 from jaxaccum.diagnostics.probes import Probe
-from jaxaccum.folds import local_values
-from jaxaccum.folds.losses import Loss
+from jaxaccum.window.losses import Loss
 
 
 class Finding(NamedTuple):

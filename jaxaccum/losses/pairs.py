@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxaccum.combine.microbatch import microbatch
 from jaxaccum.core import checks, dtypes
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat
-from jaxaccum.folds.arguments import NOTHING, positional
-from jaxaccum.folds.batch import checked_argnums
-from jaxaccum.folds.microbatch import microbatch
+from jaxaccum.window.arguments import NOTHING, positional
+from jaxaccum.window.batch import checked_argnums
 
 
 def contrastive(

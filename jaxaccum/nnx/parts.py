@@ -8,7 +8,7 @@ from flax import nnx
 from flax.nnx import filterlib
 
 from jaxaccum.core import checks, programs
-from jaxaccum.folds.model_state import CHOICES
+from jaxaccum.window.model_state import CHOICES
 
 # What becomes of the variables that are not differentiated.
 KEYS = "keys"  # of random streams: each micro-batch draws from other ones

@@ -9,23 +9,23 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxaccum.closing.handover import own_buffer
+from jaxaccum.closing.inner import of_trained
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds.arguments import NOTHING, positional
-from jaxaccum.folds.batch import checked_argnums
-from jaxaccum.folds.handover import own_buffer
-from jaxaccum.folds.inner import of_trained
-from jaxaccum.folds.stream_state import (
+from jaxaccum.nnx.windows import Call
+from jaxaccum.numerics import loss_scaling
+from jaxaccum.stream.state import (
     check_divides,
     check_no_window,
     find_states,
     has_updated,
 )
-from jaxaccum.folds.stream_state import flush as plain_flush
-from jaxaccum.nnx.windows import Call
-from jaxaccum.numerics import loss_scaling
-from jaxaccum.training import StepInfo, first_state
-from jaxaccum.training import train_step as plain_train_step
+from jaxaccum.stream.state import flush as plain_flush
+from jaxaccum.training.step import StepInfo, first_state
+from jaxaccum.training.step import train_step as plain_train_step
+from jaxaccum.window.arguments import NOTHING, positional
+from jaxaccum.window.batch import checked_argnums
 
 
 class Optimizer(nnx.Optimizer):

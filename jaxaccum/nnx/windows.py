@@ -12,14 +12,14 @@ from jaxaccum.core import checks
 from jaxaccum.core.mean import add
 from jaxaccum.core.reducers import Max, Sum, values_of
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.folds.arguments import NOTHING, Given, Options, passed_key, positional
-from jaxaccum.folds.batch import Batch, checked_argnums
-from jaxaccum.folds.model_state import CHOICES
-from jaxaccum.folds.window import accumulate as plain_accumulate
-from jaxaccum.folds.window import value_and_grad as plain_value_and_grad
 from jaxaccum.nnx import parts
 from jaxaccum.nnx.parts import Parts
 from jaxaccum.numerics import accumulators
+from jaxaccum.window.arguments import NOTHING, Given, Options, passed_key, positional
+from jaxaccum.window.batch import Batch, checked_argnums
+from jaxaccum.window.model_state import CHOICES
+from jaxaccum.window.windows import accumulate as plain_accumulate
+from jaxaccum.window.windows import value_and_grad as plain_value_and_grad
 
 
 def accumulate(

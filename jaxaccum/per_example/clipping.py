@@ -11,7 +11,7 @@ from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import Mean, divide, wide
 from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum, is_marked
-from jaxaccum.folds.batch import Batch, checked_argnums
+from jaxaccum.window.batch import Batch, checked_argnums
 
 
 def clip(

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxaccum.closing.handover import own_buffer
+from jaxaccum.closing.inner import EveryWindow
 from jaxaccum.core import checks
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
-from jaxaccum.folds.handover import own_buffer
-from jaxaccum.folds.inner import EveryWindow
 
 
 def add_noise(

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxaccum.core import checks
 from jaxaccum.core.reducers import Reducers
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds import devices
-from jaxaccum.folds.arguments import Given, Options
-from jaxaccum.folds.bound import Bound
+from jaxaccum.devices import reduction
+from jaxaccum.window.arguments import Given, Options
+from jaxaccum.window.bound import Bound
 from jaxaccum.window_axis.call import Call
 from jaxaccum.window_axis.passes import Passes
 
@@ -52,7 +52,7 @@ class AxisOptions(Options):
                 '`skip_nonfinite="window"`.'
             )
         for other in ("axis_name", "spmd_axis_name"):
-            if name in devices.names_of(function, other, getattr(self, other)):
+            if name in reduction.names_of(function, other, getattr(self, other)):
                 raise ValueError(
                     f"{function}: `window_axis_name` and `{other}` both name the axis {name!r}. "
                     "Give the window's axis a name of its own."
@@ -84,13 +84,13 @@ class AxisBound(Bound):
                 f"rows, got {sizes}. Choose a number that divides the batch, or pad it with "
                 "`ja.pad_batch` and mask in the loss."
             )
-        if devices.is_bound(name):
+        if reduction.is_bound(name):
             raise ValueError(
                 f"{function}: `window_axis_name` {name!r} is already an axis around this call. "
                 "Give the window's axis a name of its own."
             )
         manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
-        if devices.checked(manual):
+        if reduction.checked(manual):
             raise ValueError(
                 f"{function}: it works inside `jax.shard_map` only with `check_vma=False`, since "
                 "JAX types no collective over an axis that is not of the mesh. Pass it, or use "

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxaccum.core.reducers import Reducer
-from jaxaccum.folds.losses import Loss
-from jaxaccum.folds.shards import Shard
+from jaxaccum.devices.shards import Shard
+from jaxaccum.window.losses import Loss
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Call:
       differentiated: for each of its flat inputs whether it is.
       num_shared: the first so many inputs are the same for all micro-batches.
       inputs_fn: from a micro-batch's index and rows to the flat inputs.
-      fold_fn: the fold, `folds.scan.fold` on the micro-batches of this call.
+      fold_fn: the fold, `window.scan.fold` on the micro-batches of this call.
       accumulator: how the gradient of a shared input is carried.
       key_fn: from a micro-batch's index to the accumulator's key, or `None`.
       scale: the loss scale, or `None`.

@@ -11,7 +11,7 @@ from jax import lax
 from jaxaccum.core import labels, primitives, programs
 from jaxaccum.core.programs import pick, put
 from jaxaccum.core.reducers import Addition, Latest, Maximum, Minimum, Reducer, Stack
-from jaxaccum.folds import devices
+from jaxaccum.devices import reduction
 
 _EXTREMES: dict[str, tuple[Reducer, Callable[..., Any]]] = {
     "pmax": (Maximum(), lax.pmax),
@@ -88,7 +88,7 @@ class Meeting:
             out = list(lax.psum(list(operands), rest)) if rest else list(operands)
         elif self._has(primitives.EXTREME):
             over = _EXTREMES[self.eqn.primitive.name][1]
-            out = [devices.widened(lambda x: over(x, rest), x) if rest else x for x in operands]
+            out = [reduction.widened(lambda x: over(x, rest), x) if rest else x for x in operands]
         elif self._has(primitives.GATHER):
             out = [self._gather(x) for x in operands]
         else:

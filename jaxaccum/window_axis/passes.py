@@ -23,8 +23,8 @@ from jaxaccum.core.reducers import (
     Stack,
     reducers_of,
 )
-from jaxaccum.folds.scan import Outcome
 from jaxaccum.numerics import loss_scaling
+from jaxaccum.window.scan import Outcome
 from jaxaccum.window_axis import plan, sources
 from jaxaccum.window_axis.call import Call
 from jaxaccum.window_axis.flattening import Flattener

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import jax
 
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.folds.arguments import NOTHING, Given, factory
-from jaxaccum.folds.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
 from jaxaccum.numerics import accumulators
+from jaxaccum.window.arguments import NOTHING, Given, factory
+from jaxaccum.window.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
 from jaxaccum.window_axis.bound import AxisBound, AxisOptions
 
 

@@ -1,0 +1,1 @@
+"""The end of a window: judge its sums, divide them, run the optimizer once, hand over."""

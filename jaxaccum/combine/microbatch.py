@@ -1,0 +1,123 @@
+"""A differentiable map over micro-batches whose outputs are combined: `microbatch`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxaccum.combine.replay import Replay
+from jaxaccum.core import checks
+from jaxaccum.devices import reduction, shards
+from jaxaccum.numerics import accumulators
+from jaxaccum.window import cut, spmd
+from jaxaccum.window.arguments import NOTHING, Options, factory
+from jaxaccum.window.batch import checked_argnums
+
+
+@factory("key", "num_real")
+def microbatch(
+    fn: Callable[..., Any],
+    *,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    axis_name: str | Sequence[str] | None = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    local_params: Any = None,
+    accumulator: accumulators.Accumulator | None = None,
+    unroll: int | bool = 1,
+) -> Callable[..., Any]:
+    """Maps `fn` over micro-batches and combines its outputs, differentiably.
+
+    `combined = reduce_k fn(params, batch_k, *args)`, each output by its own reducer. For losses
+    that are no sum over examples: any function of `combined` is differentiated exactly, with the
+    memory of one micro-batch. The backward pass runs each micro-batch again, with the cotangent of
+    `combined`, so it costs two forwards and one backward. `optax.microbatch` has no derivative
+    rule: differentiating it keeps what every micro-batch left behind.
+
+    A loss that is a plain mean needs one forward only: use `ja.value_and_grad`.
+
+    Args:
+      fn: `fn(params, batch, *args)` on one micro-batch; returns a tree of `ja.Mean`, `ja.Sum`,
+        `ja.Max`, `ja.Min`, `ja.Last`, `ja.Concat` and of bare arrays. With `key=` it is called
+        with the keyword `key` as well.
+      num_microbatches: how many micro-batches; the first `B % num_microbatches` hold one row more.
+      microbatch_size: the rows of a micro-batch; the last may be shorter. Exactly one of the two.
+      argnums: the positional arguments that may be differentiated; the cotangent of one that is cut
+        is in the batch's row order. Values that `fn` closes over may be differentiated as well.
+      batch_argnums: the positional arguments that are cut; 1 by default, as in `ja.accumulate`.
+      axis_name: mesh axes over which the batch is split, inside `jax.shard_map` or `jax.pmap`. All
+        outputs are combined over the devices, concatenated and stacked ones in the order of the
+        devices, and are the same on each; gradients meet in one reduction. What is made of the
+        outputs must be computed alike on every device, and its gradient must not be reduced again.
+      spmd_axis_name: the same under plain `jit`, as in `ja.accumulate`.
+      local_params: which parameters are each device's own, as in `ja.accumulate`. Inside
+        `shard_map` with replication checked their types say it.
+      accumulator: how the gradient sums are carried; float32 by default.
+      unroll: as in `jax.lax.scan`.
+
+    Returns:
+      `g(params, batch, *args, key=None, num_real=None)`, which returns the tree of `fn`'s outputs
+      with plain values: a `Mean` as its quotient, `ja.Sum` in float32, int32 or wider, `ja.Concat`
+      in the batch's row order, a bare array stacked along a new leading axis of micro-batches.
+      The gradient of `ja.Max` and `ja.Min` is shared equally by the micro-batches that tie. `key`
+      is a PRNG key, folded with the micro-batch's index, and the same in the backward pass.
+      `num_real`, an int that may be traced, runs only the first so many micro-batches.
+
+    Raises:
+      TypeError: an option has the wrong type, or an output is not an array.
+      ValueError: the batch cannot be cut; or an argument outside of `argnums` is differentiated.
+
+    Example:
+      >>> import jax, jaxaccum as ja, jax.numpy as jnp
+      >>> def moments(w, x):
+      ...     return ja.Sum(jnp.sum(w * x)), ja.Sum(jnp.sum((w * x) ** 2))
+      >>> def loss(w, x, n):
+      ...     total, squares = ja.microbatch(moments, num_microbatches=n)(w, x)
+      ...     return squares / total
+      >>> x = jnp.array([1.0, 2.0, 3.0])
+      >>> [round(float(jax.grad(loss)(2.0, x, n)), 4) for n in (1, 3)]
+      [2.3333, 2.3333]
+    """
+    name = "microbatch"
+    if not callable(fn):
+        raise TypeError(f"{name}: `fn` must be a function, got {checks.describe(fn)}.")
+    number, size = cut.check_cut(name, num_microbatches, microbatch_size)
+    options = Options(
+        function=name,
+        loss_fn=fn,
+        num_microbatches=number,
+        microbatch_size=size,
+        accumulator=accumulators.checked(name, accumulator),
+        argnums=argnums,
+        batch_argnums=checked_argnums(name, fn, batch_argnums, name="fn"),
+        unroll=unroll,
+        local_params=local_params,
+        axis_name=reduction.names_of(name, "axis_name", axis_name) or None,
+        spmd_axis_name=reduction.names_of(name, "spmd_axis_name", spmd_axis_name) or None,
+    )
+    if axis_name is not None and spmd_axis_name is not None:
+        raise ValueError(
+            f"{name}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` for "
+            "plain `jit`; pass one of them."
+        )
+    shards.check_places(name, {"local_params": local_params}, axis_name, spmd_axis_name)
+
+    def microbatch_fn(
+        params: Any,
+        batch: Any = NOTHING,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        every = options.positional((params, batch, *args), inputs)
+        if options.spmd_axis_name is not None:
+            return spmd.combine(options, every, key, num_real, _combined)
+        return _combined(options, every, key, num_real)
+
+    return microbatch_fn
+
+
+def _combined(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> Any:
+    """The combined outputs over the micro-batches of `args`, as a function with a derivative."""
+    return Replay(options, args, key, num_real).combined()

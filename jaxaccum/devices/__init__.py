@@ -1,0 +1,1 @@
+"""The devices: the fold over them, one reduction of local sums at the window's end."""

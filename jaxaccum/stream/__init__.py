@@ -1,0 +1,1 @@
+"""The stream: the fold over many calls of `update`, a window across them."""

@@ -1,0 +1,5 @@
+"""One jitted training step: a window of gradients and one call of the optimizer."""
+
+from jaxaccum.training.step import StepInfo, StepState, TrainStep, train_step
+
+__all__ = ["StepInfo", "StepState", "TrainStep", "train_step"]

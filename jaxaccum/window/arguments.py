@@ -1,0 +1,246 @@
+"""The checked arguments of a window: the options of the factory, the keywords of the call."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccum.core import checks, faults
+from jaxaccum.numerics import accumulators
+
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked keywords of `accumulate`; see there."""
+
+    function: str
+    loss_fn: Callable[..., Any]
+    num_microbatches: int | None
+    microbatch_size: int | None
+    accumulator: accumulators.Accumulator
+    argnums: int | Sequence[int] = 0
+    batch_argnums: int | Sequence[int] | None = None
+    has_aux: bool = False
+    skip_nonfinite: str | None = None  # what is left out, by its name in `faults`
+    grad_reducers: Any = None
+    unroll: int | bool = 1
+    axis_name: Any = None
+    spmd_axis_name: Any = None
+    reduction: str = "defer"
+    param_specs: Any = None
+    grad_specs: Any = None
+    local_params: Any = None
+    noise_scale: bool = False
+    model_state: str | None = None
+
+    def positional(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
+        """The positional arguments of a call; see the function of this name."""
+        return positional(self.function, args, inputs, self.batch_argnums)
+
+    @property
+    def skips(self) -> bool:
+        """Whether single micro-batches are left out."""
+        return self.skip_nonfinite == faults.MICRO_BATCH
+
+    @property
+    def drops(self) -> bool:
+        """Whether the whole window is."""
+        return self.skip_nonfinite == faults.WINDOW
+
+
+class Given(NamedTuple):
+    """The keywords of a call; see `accumulate`."""
+
+    key: Any = None
+    num_real: Any = None
+    denominators: Any = None
+    loss_scale: Any = None
+    model_state: Any = None
+
+
+def check_not_of_call(function: str, names: Iterable[str], of_call: Sequence[str]) -> None:
+    """Refuses keywords of a call among those of a factory.
+
+    Raises:
+      TypeError: there is one.
+    """
+    for name in sorted(set(of_call) & set(names)):
+        raise TypeError(
+            f"{function}: `{name}` is a keyword of the call, but came where the function is made. "
+            f"Pass it each time, `f(params, batch, {name}=...)`."
+        )
+
+
+def factory(*of_call: str) -> Callable[[Factory], Factory]:
+    """Makes a factory say of a keyword `of_call` where it belongs."""
+
+    def decorate(fn: Factory) -> Factory:
+        own = inspect.signature(fn).parameters
+
+        @functools.wraps(fn)
+        def factory_fn(*args: Any, **options: Any) -> Any:
+            check_not_of_call(fn.__name__, options.keys() - own.keys(), of_call)
+            return fn(*args, **options)
+
+        return cast(Factory, factory_fn)
+
+    return decorate
+
+
+# In the place of a positional argument that was not given.
+NOTHING: Any = object()
+
+
+def positional(
+    function: str, args: tuple[Any, ...], inputs: dict[str, Any], batch_argnums: Any
+) -> tuple[Any, ...]:
+    """The positional arguments of a call, of which `NOTHING` is none.
+
+    Args:
+      function: the public function's name, for messages.
+      args: what came by position.
+      inputs: what came by a keyword that the call does not have.
+      batch_argnums: those of the factory; `None` where they were not given.
+
+    Raises:
+      TypeError: there are such keywords, those of the factory among them, or there is no batch.
+    """
+    for name in sorted(inputs.keys() & Options.__dataclass_fields__.keys()):
+        raise TypeError(
+            f"{function}: `{name}` is a keyword of where the function is made, but came in the "
+            f"call. Pass it there, `f = ja.{function}(loss_fn, {name}=...)`."
+        )
+    if inputs:
+        names = ", ".join(f"`{key}`" for key in inputs)
+        raise TypeError(
+            f"{function}: the loss function's own arguments are passed by position, got the "
+            f"keywords {names}. Pass a batch as one tree, `f(params, inputs)` with `lambda params, "
+            "inputs: loss_fn(params, **inputs)`; bind options with `functools.partial`."
+        )
+    args = args[:-1] if args[-1] is NOTHING else args
+    if batch_argnums is None and len(args) < 2:
+        raise TypeError(
+            f"{function}: the batch must be an argument of the loss, but only `params` was given. "
+            "Pass it second, `f(params, batch)`; what the loss function closes over cannot be cut."
+        )
+    return args
+
+
+def own_key(options: Options, key: Any, axes: tuple[str, ...]) -> Any:
+    """The key of a call, checked, and another one on each device.
+
+    Raises:
+      TypeError: it is not one PRNG key.
+      ValueError: there is none, and the accumulator needs one.
+    """
+    checks.key(options.function, key)
+    if key is None and options.accumulator.needs_key:
+        raise ValueError(
+            f"{options.function}: the accumulator rounds stochastically and needs `key=`, a PRNG "
+            "key. Pass one to the call, for example `key=jax.random.key(step)`."
+        )
+    if key is None or not axes:
+        return key
+    return jax.random.fold_in(key, jax.lax.axis_index(axes))
+
+
+def passed_key(options: Options, key: Any) -> dict[str, Any]:
+    """The keyword arguments that hand `key` to the loss function, where it takes one.
+
+    Raises:
+      TypeError: there is a key that nothing takes.
+    """
+    if key is None:
+        return {}
+    try:
+        parameters = inspect.signature(options.loss_fn).parameters.values()
+    except (TypeError, ValueError):  # some callables have no signature
+        return {"key": key}
+    takes_key = any(p.name == "key" or p.kind == p.VAR_KEYWORD for p in parameters)
+    if not (takes_key or options.accumulator.needs_key):
+        raise TypeError(
+            f"{options.function}: `key=` was given, but `loss_fn` takes no keyword `key`. Add it, "
+            "`def loss_fn(params, batch, *, key)`, or leave `key=` out."
+        )
+    return {"key": key} if takes_key else {}
+
+
+def num_real(function: str, value: Any, number: int) -> Any:
+    """`num_real`, checked: `None`, an int, or a traced scalar clipped to what there is."""
+    if value is None:
+        return None
+    if isinstance(value, jax.Array):
+        if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(
+                f"{function}: `num_real` must be an integer scalar, got {checks.describe(value)}."
+            )
+        return jnp.clip(value.astype(jnp.int32), 0, number)
+    value = checks.integer(function, "num_real", value, minimum=0)
+    if value > number:
+        raise ValueError(
+            f"{function}: `num_real` is {value}, but the batch is cut into {number} micro-batches."
+        )
+    return value
+
+
+def check_denominators(function: str, given: Any) -> None:
+    """Refuses denominators by whose value nothing can be divided; what is traced may be zero.
+
+    Raises:
+      TypeError: they are not numbers.
+      ValueError: one is zero or not finite.
+    """
+    remedy = "`ja.denominators(loss_fn, ...)` returns them."
+    checks.arrays(function, given, name="denominators", remedy=remedy)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+        known = not isinstance(leaf, jax.core.Tracer) and np.ndim(leaf) == 0
+        number = np.asarray(leaf if known else 1)  # of NumPy, also while something is traced
+        if not np.isfinite(number) or number == 0:
+            raise ValueError(
+                f"{function}: `denominators{jax.tree_util.keystr(path)}` must be finite and not "
+                f"zero, got {leaf}. Pass what the term is to be divided by, or leave a term in "
+                "which nothing counts out of the loss."
+            )
+
+
+def denominators(function: str, given: Any, terms: Any) -> list[Any]:
+    """The leaves of `denominators`, checked against the terms of the loss."""
+    remedy = "`ja.denominators(loss_fn, ...)` returns them."
+    leaves, tree = jax.tree.flatten(given)
+    if tree != terms:
+        raise ValueError(
+            f"{function}: `denominators` must have the structure of the loss, {terms}, got {tree}. "
+            f"{remedy}"
+        )
+    for leaf in leaves:
+        if np.shape(leaf) or np.iscomplexobj(leaf):
+            raise ValueError(
+                f"{function}: `denominators` must be real scalars, got {checks.describe(leaf)}."
+            )
+    return [jnp.asarray(d) for d in leaves]
+
+
+def check_noise_scale(function: str, terms: Any, denominators: Any) -> None:
+    """Requires undivided gradients with one weight, which the noise scale is a statement about.
+
+    Raises:
+      ValueError: the loss has several terms, or its denominators were given.
+    """
+    if terms.num_leaves != 1:
+        raise ValueError(
+            f"{function}: `noise_scale=True` needs a loss of one term, got {terms.num_leaves}: the "
+            "micro-batches of several terms have no common weight. Measure it with the main term "
+            "alone, in a call of its own."
+        )
+    if denominators is not None:
+        raise ValueError(
+            f"{function}: `noise_scale=True` needs undivided gradients, but `denominators=` "
+            "divides them in the fold. Leave it out: sums of one term merge without it."
+        )

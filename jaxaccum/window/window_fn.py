@@ -1,0 +1,122 @@
+"""The window as a function: checked options, the sums for a batch, a loss and its gradients."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccum.core import checks, faults
+from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.sums import WindowSums, finalize
+from jaxaccum.devices import reduction, shards
+from jaxaccum.numerics import accumulators
+from jaxaccum.window import arguments, cut, spmd
+from jaxaccum.window.arguments import NOTHING, Given, Options
+from jaxaccum.window.batch import checked_argnums
+from jaxaccum.window.bound import Bound
+from jaxaccum.window.model_state import check_policy
+
+
+class WindowFn:
+    """What `accumulate` returns: from a batch to the window's sums; see there."""
+
+    def __init__(self, options: Options):
+        self.options = options
+
+    def having(self, **changes: Any) -> "WindowFn":
+        """The same window with other options, which must be checked."""
+        return type(self)(dataclasses.replace(self.options, **changes))
+
+    def __call__(
+        self,
+        params: Any,
+        batch: Any = NOTHING,
+        *args: Any,
+        key: Any = None,
+        num_real: Any = None,
+        denominators: Any = None,
+        loss_scale: Any = None,
+        model_state: Any = None,
+        **inputs: Any,
+    ) -> WindowSums:
+        given = Given(key, num_real, denominators, loss_scale, model_state)
+        every = self.options.positional((params, batch, *args), inputs)
+        return window_sums(self.options, every, given)
+
+
+def window_sums(
+    options: Options, args: tuple[Any, ...], given: Given, bound_fn: type[Bound] = Bound
+) -> WindowSums:
+    """The sums of a window, with one micro-batch's loss bound by `bound_fn`."""
+    arguments.check_denominators(options.function, given.denominators)
+    if options.spmd_axis_name is not None:
+        return spmd.sums(options, args, given, bound_fn)
+    return bound_fn(options, args, given).sums()
+
+
+def loss_and_grads(options: Options, args: tuple[Any, ...], sums: WindowSums) -> Any:
+    """A window's `(loss, grads)`, beside the loss its outputs and new state, as in `jax.grad`."""
+    window = finalize(sums)
+    positions = checks.argnums(options.function, options.argnums, len(args))
+    wanted = tuple(args[p] for p in positions)
+    wanted = wanted if isinstance(options.argnums, Sequence) else wanted[0]
+    grads = jax.tree.map(_like, window.grads, wanted)
+    aux = window.aux
+    if options.model_state is not None:
+        aux = (aux, window.model_state) if options.has_aux else window.model_state
+    beside = options.has_aux or options.model_state is not None
+    return ((window.loss, aux) if beside else window.loss), grads
+
+
+def checked_options(
+    function: str,
+    loss_fn: Any,
+    num_microbatches: Any,
+    microbatch_size: Any,
+    *,
+    accumulator: Any = None,
+    **others: Any,
+) -> Options:
+    """The checked keywords of a factory.
+
+    Raises:
+      TypeError: an option has the wrong type.
+      ValueError: one has no meaning, alone or beside another.
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
+        )
+    accumulator = accumulators.checked(function, accumulator)
+    if "skip_nonfinite" in others:
+        others["skip_nonfinite"] = faults.policy(function, others["skip_nonfinite"])
+    reduction.names_of(function, "axis_name", others.get("axis_name"))
+    reduction.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
+    if others.get("axis_name") is not None and others.get("spmd_axis_name") is not None:
+        raise ValueError(
+            f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
+            "for plain `jit`; pass one of them."
+        )
+    check_policy(function, others.get("model_state"))
+    shards.check_reduction(function, others.get("reduction", "defer"))
+    places = {name: others.get(name) for name in ("param_specs", "grad_specs", "local_params")}
+    axes = others.get("axis_name"), others.get("spmd_axis_name")
+    placed = shards.check_places(function, places, *axes)
+    if others.get("noise_scale") and others.get("axis_name") and placed:
+        raise ValueError(
+            f"{function}: `noise_scale=True` needs whole gradient sums, but `axis_name` with "
+            f"`{placed[0]}` leaves each device a part. Use `spmd_axis_name` under plain `jit`, "
+            "whose sums are global arrays."
+        )
+    unroll = others.get("unroll", 1)
+    if not isinstance(unroll, bool):
+        others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)
+    others["batch_argnums"] = checked_argnums(function, loss_fn, others.get("batch_argnums"))
+    number, size = cut.check_cut(function, num_microbatches, microbatch_size)
+    return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
+
+
+def _like(grad: Any, parameter: Any) -> Any:
+    return grad.astype(jnp.asarray(parameter).dtype) if is_inexact(parameter) else grad
