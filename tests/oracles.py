@@ -29,6 +29,12 @@ CUTS = [
 RTOL = {"float32": 2e-6, "complex64": 2e-6, "float64": 1e-12, "complex128": 1e-12}
 
 
+# Compiler options that undo what conftest.py takes away: the optimizations of a user's program.
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+if jax.__version__.startswith("0.10."):
+    OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
+
+
 class Answer(NamedTuple):
     """What the full batch gives: the loss, its gradient, the tree of weights."""
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from oracles import OPTIMIZED
 
 import jaxaccum as ja
 
@@ -43,7 +44,7 @@ PLATFORMS = [
 def compiled_text(platform, fn, *args):
     """The optimized program of `fn` for a device of the platform that need not be there."""
     if platform == "cpu":
-        return jax.jit(fn).lower(*args).compile().as_text()
+        return jax.jit(fn, compiler_options=OPTIMIZED).lower(*args).compile().as_text()
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     sys.path.insert(0, str(BENCHMARKS))
     try:

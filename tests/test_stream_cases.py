@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracles import assert_close, assert_equal
+from oracles import OPTIMIZED, assert_close, assert_equal
 from test_stream import assert_same_bits, spy, train
 
 import jaxaccum as ja
@@ -353,7 +353,9 @@ def sums_handed_over(grads, dtype, **options):
         def step(state, grad):
             return (tx.update(grad, state, params)[1], None)
 
-        jax.jit(lambda xs: jax.lax.scan(step, tx.init(params), xs))(jnp.asarray(grads, dtype))
+        jax.jit(lambda xs: jax.lax.scan(step, tx.init(params), xs), compiler_options=OPTIMIZED)(
+            jnp.asarray(grads, dtype)
+        )
         jax.effects_barrier()
         results.append(received[0]["grad"])
     return results
