@@ -9,7 +9,7 @@ import numpy as np
 from jaxaccum.core import checks
 from jaxaccum.core.sums import Window
 from jaxaccum.stream.state import MultiStepsState
-from jaxaccum.training.step import StepInfo, StepState
+from jaxaccum.training.records import StepInfo, StepState
 
 _KINDS = (MultiStepsState, StepState, StepInfo, Window)
 

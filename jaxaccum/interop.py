@@ -13,7 +13,7 @@ from jaxaccum.core import checks
 from jaxaccum.core.mean import divide
 from jaxaccum.numerics import weights
 from jaxaccum.numerics.accumulators import Compensated, Uncarried, is_carry, join
-from jaxaccum.stream.state import MultiStepsState, find_states
+from jaxaccum.stream.state import LOCAL, MultiStepsState, find_states
 
 
 def from_optax(
@@ -255,7 +255,7 @@ def reshape_devices(state: Any, num_devices: int | None) -> Any:
         if not isinstance(node, MultiStepsState):
             return node
         has_axis = np.ndim(node.weight_carry.total) == 1
-        local = {n: getattr(node, n) for n in ("weight_carry", "grad_carry", "mean_args")}
+        local = {n: getattr(node, n) for n in LOCAL}
         fold = functools.partial(_fold_devices, has_axis=has_axis, num_devices=num_devices)
         return node._replace(**jax.tree.map(fold, local, is_leaf=is_carry))
 

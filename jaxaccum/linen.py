@@ -25,7 +25,7 @@ from jaxaccum.stream.state import (
     has_updated,
 )
 from jaxaccum.training.donation import Step
-from jaxaccum.training.step import StepInfo, first_state
+from jaxaccum.training.records import StepInfo, StepState
 from jaxaccum.training.step import train_step as plain_train_step
 from jaxaccum.window.arguments import NOTHING, positional
 from jaxaccum.window.batch import checked_argnums
@@ -91,7 +91,7 @@ class TrainState(train_state.TrainState):
             tx=tx,
             opt_state=opt_state,
             collections=collections,
-            progress=first_state(None, loss_scale),
+            progress=StepState.first(None, loss_scale),
             **kwargs,
         )
 

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from jaxaccum import interop
 from jaxaccum.core import checks
-from jaxaccum.stream.state import MultiStepsState
+from jaxaccum.stream.state import LOCAL, MultiStepsState
 
 _FORMAT = 1
 
@@ -265,10 +265,7 @@ def _device_local(tree: Any) -> Any:
         whole = jax.tree.map(lambda _: False, node)
         if not _is_stream(node):
             return whole
-        local = {
-            name: jax.tree.map(lambda _: True, getattr(node, name))
-            for name in ("weight_carry", "grad_carry", "mean_args")
-        }
+        local = {name: jax.tree.map(lambda _: True, getattr(node, name)) for name in LOCAL}
         return whole._replace(**local)
 
     return jax.tree.map(flags, tree, is_leaf=_is_stream)

@@ -17,7 +17,9 @@ from jaxaccum.core.mean import Mean
 
 __all__ = ["plot", "scalars", "summary"]
 
-_LEFT_OUT = frozenset({"grads", "grad_sum", "inner_state", "denominators", "grad_reducers"})
+_LEFT_OUT = frozenset(
+    {"grads", "grad_sum", "inner_state", "denominators", "grad_reducers", "ledger"}
+)
 
 
 def scalars(info: Any, *, prefix: str = "") -> dict[str, int | float]:

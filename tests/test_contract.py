@@ -245,15 +245,16 @@ def test_the_fields_and_their_order_are_public():
     assert ja.MultiStepsState._fields == (
         "micro_step",
         "optimizer_step",
-        "num_skipped",
-        "num_empty",
         "updated",
         "weight_carry",
         "grad_carry",
         "mean_args",
         "inner_state",
-        "num_dropped",
-        "num_bad_in_row",
-        "diverged",
-        "loss_scale",
+        "ledger",
     )
+    names = ["num_skipped", "num_dropped", "num_empty", "num_bad_in_row", "diverged", "loss_scale"]
+    state = ja.multi_steps(optax.sgd(1.0), 2).init(jnp.float32(0))
+    assert list(state.ledger._fields) == names
+    for name in names:  # they read, and are replaced, as fields of the state
+        assert getattr(state, name) is getattr(state.ledger, name)
+        assert getattr(state._replace(**{name: 7}).ledger, name) == 7

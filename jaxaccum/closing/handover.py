@@ -120,9 +120,3 @@ def own_buffer(x: Any) -> jax.Array:
     x = jnp.array(x, copy=True)
     weak = getattr(x, "weak_type", False)
     return jax.lax.convert_element_type(x, x.dtype) if weak else x
-
-
-def count_if(number: jax.Array, happened: Any, by: Any = 1) -> jax.Array:
-    """`number`, `by` more where `happened` holds; it stays at the largest int32."""
-    room = jnp.iinfo(number.dtype).max - number
-    return jnp.where(happened, number + jnp.minimum(by, room), number)

@@ -22,7 +22,7 @@ from jaxaccum.stream.state import (
     has_updated,
 )
 from jaxaccum.stream.state import flush as plain_flush
-from jaxaccum.training.step import StepInfo, first_state
+from jaxaccum.training.records import StepInfo, StepState
 from jaxaccum.training.step import train_step as plain_train_step
 from jaxaccum.window.arguments import NOTHING, positional
 from jaxaccum.window.batch import checked_argnums
@@ -61,7 +61,7 @@ class Optimizer(nnx.Optimizer):
         super().__init__(model, of_trained(tx), wrt=wrt, graph=graph)
         # Some optimizers keep the parameters themselves: donating both would free them twice.
         self.opt_state = nnx.data(jax.tree.map(own_buffer, self.opt_state))
-        self.progress = nnx.data(jax.tree.map(nnx.OptArray, first_state(None, loss_scale)))
+        self.progress = nnx.data(jax.tree.map(nnx.OptArray, StepState.first(None, loss_scale)))
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """One call of the optimizer; `step` grows where it applied an optimizer step.

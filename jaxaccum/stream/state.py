@@ -9,10 +9,11 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxaccum.closing.ledger import Ledger, WithLedger
 from jaxaccum.core import checks
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.devices import reduction
-from jaxaccum.numerics import accumulators, loss_scaling, weights
+from jaxaccum.numerics import accumulators, weights
 from jaxaccum.stream.own_params import inner_specs
 
 
@@ -28,40 +29,39 @@ class MeanSum(NamedTuple):
     weight: Any
 
 
-class MultiStepsState(NamedTuple):
-    """The state of `multi_steps`; every field is an array or a tree of arrays.
-
-    Attributes:
-      micro_step: how many micro-steps the open window holds; int32 scalar.
-      optimizer_step: how many optimizer steps were applied; int32 scalar.
-      num_skipped: how many micro-steps were skipped so far, over the state's lifetime; int32.
-      num_empty: how many windows closed without any weight; int32 scalar.
-      updated: whether the last call applied an optimizer step; boolean scalar.
-      weight_carry: the open window's weight as a `Compensated` pair of floats; see `weight`.
-      grad_carry: the open window's gradient sums as the accumulator carries them; see `grad_sum`.
-      mean_args: the undivided means of the extra arguments that are averaged, by name.
-      inner_state: the state of the inner optimizer.
-      num_dropped: how many windows closed without an optimizer step because they were not finite,
-        or because the run had diverged; int32 scalar.
-      num_bad_in_row: windows dropped in a row, or micro-steps skipped in a row, whichever
-        `skip_nonfinite` leaves out; int32 scalar.
-      diverged: whether `max_bad_windows` was reached; it stays so. Boolean scalar.
-      loss_scale: the `LossScaleState`; `None` without a loss scale.
-    """
-
+class _Fields(NamedTuple):
     micro_step: jax.Array
     optimizer_step: jax.Array
-    num_skipped: jax.Array
-    num_empty: jax.Array
     updated: jax.Array
     weight_carry: accumulators.Compensated
     grad_carry: Any
     mean_args: dict[str, MeanSum]
     inner_state: Any
-    num_dropped: jax.Array
-    num_bad_in_row: jax.Array
-    diverged: jax.Array
-    loss_scale: loss_scaling.LossScaleState | None = None
+    ledger: Ledger
+
+
+# Those that a device has for itself.
+LOCAL = ("weight_carry", "grad_carry", "mean_args")
+
+
+class MultiStepsState(WithLedger, _Fields):
+    """The state of `multi_steps`; every field is an array or a tree of arrays.
+
+    What stands in the ledger reads as a field too: `state.num_skipped`.
+
+    Attributes:
+      micro_step: how many micro-steps the open window holds; int32 scalar.
+      optimizer_step: how many optimizer steps were applied; int32 scalar.
+      updated: whether the last call applied an optimizer step; boolean scalar.
+      weight_carry: the open window's weight as a `Compensated` pair of floats; see `weight`.
+      grad_carry: the open window's gradient sums as the accumulator carries them; see `grad_sum`.
+      mean_args: the undivided means of the extra arguments that are averaged, by name.
+      inner_state: the state of the inner optimizer.
+      ledger: what was skipped and dropped so far, over the state's lifetime, `diverged`, and the
+        state of the loss scale; see `Ledger`.
+    """
+
+    __slots__ = ()
 
     @property
     def grad_sum(self) -> Any:
@@ -83,10 +83,7 @@ class MultiStepsState(NamedTuple):
 
 
 _FLAGS = ("updated", "diverged")
-_COUNTS = (
-    "micro_step", "optimizer_step", "num_skipped", "num_empty", "num_dropped", "num_bad_in_row",
-)  # fmt: skip
-
+_COUNTS = ("micro_step", "optimizer_step", *Ledger._fields[:4])
 
 _OTHERS = (
     "To go on from a state of `optax.MultiSteps` call `ja.interop.from_optax(tx, state, params)`, "
@@ -244,9 +241,7 @@ def state_specs(state: Any, axis_name: str | Sequence[str], *, local_params: Any
             return PartitionSpec()
         whole = jax.tree.map(lambda _: PartitionSpec(), node)
         return whole._replace(
-            weight_carry=jax.tree.map(lambda _: local, node.weight_carry),
-            grad_carry=jax.tree.map(lambda _: local, node.grad_carry),
-            mean_args=jax.tree.map(lambda _: local, node.mean_args),
+            **{name: jax.tree.map(lambda _: local, getattr(node, name)) for name in LOCAL},
             inner_state=inner_specs(node.inner_state, node.grad_carry, local_params, names),
         )
 

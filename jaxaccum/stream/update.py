@@ -12,13 +12,13 @@ from jaxaccum.closing.handover import (
     APPLIED,
     DROPPED,
     cast,
-    count_if,
     find_homes,
     hand_over,
     own_buffer,
 )
 from jaxaccum.closing.inner import sees_every_window
 from jaxaccum.closing.leaves import differentiated, no_update, trained
+from jaxaccum.closing.ledger import Ledger, Outcome, account, count_if
 from jaxaccum.core import checks, faults
 from jaxaccum.core.checks import all_finite
 from jaxaccum.core.leaves import leafwise
@@ -73,8 +73,6 @@ class Stream:
         return MultiStepsState(
             micro_step=jnp.zeros((), jnp.int32),
             optimizer_step=jnp.zeros((), jnp.int32),
-            num_skipped=jnp.zeros((), jnp.int32),
-            num_empty=jnp.zeros((), jnp.int32),
             updated=jnp.zeros((), jnp.bool_),
             weight_carry=reduction.with_device_axis(weights.zero(), self.names),
             grad_carry=reduction.with_device_axis(
@@ -87,10 +85,7 @@ class Stream:
             ),
             # Some optimizers keep the parameters themselves: donating both would free them twice.
             inner_state=jax.tree.map(own_buffer, inner_state),
-            num_dropped=jnp.zeros((), jnp.int32),
-            num_bad_in_row=jnp.zeros((), jnp.int32),
-            diverged=jnp.zeros((), jnp.bool_),
-            loss_scale=None if self.loss_scale is None else self.loss_scale.init(),
+            ledger=Ledger.first(self.loss_scale),
         )
 
     def update(
@@ -152,14 +147,41 @@ class Stream:
         grad_carry, weight_carry, mean_sums = reduction.with_device_axis(
             (rebuild(window.carries, grad_carry), window.weight, window.means), axes
         )
-        counts = self._counts(state, call, micro_step, keep, closing, outcome, flush=flush)
+        applied = (outcome & APPLIED) > 0
+        skipped = ~keep & (not flush)
+        # What is lost of `WindowSums` they have counted themselves.
+        alone = (skipped & ~jnp.asarray(call.is_lost)).astype(jnp.int32)
+        what = Outcome(
+            closed=closing,
+            applied=applied,
+            bad=(outcome & DROPPED) > 0,
+            num_skipped=alone + call.num_skipped,
+            skipped=skipped,
+            taken=keep,
+            num_held=micro_step,
+        )
         return run.whole(new_updates), state._replace(
+            micro_step=jnp.where(closing, 0, micro_step),
+            optimizer_step=count_if(state.optimizer_step, applied),
+            updated=applied,
             weight_carry=type(state.weight_carry)(*weight_carry),
             grad_carry=grad_carry,
             mean_args={name: MeanSum(m.total, m.weight) for name, m in mean_sums.items()},
             inner_state=inner_state,
-            **counts,
+            ledger=account(
+                state.ledger,
+                what,
+                limit=self.limit,
+                loss_scale=self.loss_scale,
+                length=self._judged_length(state),
+            ),
         )
+
+    def _judged_length(self, state: MultiStepsState) -> Any:
+        """How many micro-steps left out in a row are as bad as a window; `None` for windows."""
+        if self.skips != faults.MICRO_BATCH:
+            return None
+        return jnp.maximum(window_length(self.every, state.optimizer_step), 1)
 
     def _plain_step(
         self, run: InnerCall, means: dict[str, Mean], state: MultiStepsState
@@ -257,7 +279,7 @@ class Stream:
         late = bool(axes) or self.skips == faults.WINDOW
         applying = closing if late else closing & has_weight(window)
         new_updates, sums, inner_state, outcome = hand_over(
-            applying if self.limit is None else applying & ~state.diverged,
+            applying & ~state.ledger.stops(self.limit),
             judge_first if late else divide_and_run,
             sums,
             state.inner_state,
@@ -268,54 +290,6 @@ class Stream:
         )
         window = window.with_sums(sums)
         return new_updates, window.emptied(closing), inner_state, outcome
-
-    def _counts(
-        self,
-        state: MultiStepsState,
-        call: Call,
-        micro_step: jax.Array,
-        keep: jax.Array,
-        closing: jax.Array,
-        outcome: jax.Array,
-        *,
-        flush: bool,
-    ) -> dict[str, Any]:
-        """The state's counters and flags after this call, by name."""
-        applied, bad = (outcome & APPLIED) > 0, (outcome & DROPPED) > 0
-        skipped = ~keep & (not flush)
-        dropped = bad if self.limit is None else bad | (closing & state.diverged)
-        in_row, diverged = state.num_bad_in_row, state.diverged
-        # The scale of a window that never begins has to change all the same.
-        renewed = closing | (skipped & (micro_step == 0))
-        worth = in_row
-        if self.skips == faults.WINDOW:
-            in_row = jnp.where(applied & ~bad, 0, count_if(in_row, bad))
-            worth = in_row
-        elif self.skips == faults.MICRO_BATCH and not flush:
-            in_row = jnp.where(skipped, count_if(in_row, skipped), 0)
-            length = jnp.maximum(window_length(self.every, state.optimizer_step), 1)
-            worth = in_row // length
-            renewed = closing | (skipped & (micro_step == 0) & (in_row % length == 0))
-        if self.limit is not None and not (flush and self.skips == faults.MICRO_BATCH):
-            diverged = diverged | (worth >= self.limit)
-        scaling = state.loss_scale
-        if self.loss_scale is not None and scaling is not None:
-            overflowed = skipped | bad | (jnp.asarray(call.num_skipped) > 0)
-            scaling = self.loss_scale.after_call(scaling, overflowed=overflowed, closed=renewed)
-        # What is lost of `WindowSums` they have counted themselves.
-        skips = count_if(state.num_skipped, skipped & ~jnp.asarray(call.is_lost))
-        skips = count_if(skips, jnp.ones((), jnp.bool_), call.num_skipped)
-        return {
-            "micro_step": jnp.where(closing, 0, micro_step),
-            "optimizer_step": count_if(state.optimizer_step, applied),
-            "num_skipped": count_if(skips, bad, micro_step),
-            "num_empty": count_if(state.num_empty, closing & ~applied & ~dropped),
-            "updated": applied,
-            "num_dropped": count_if(state.num_dropped, dropped),
-            "num_bad_in_row": in_row,
-            "diverged": diverged,
-            "loss_scale": scaling,
-        }
 
 
 def _nothing(grad_carry: Any, params: Any, *, bare: bool) -> Call:

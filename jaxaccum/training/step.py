@@ -1,116 +1,32 @@
 """One training step to copy: a window, a clip-ready gradient, one optimizer step."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaccum.closing.handover import APPLIED, count_if, find_homes, hand_over, own_buffer
+from jaxaccum.closing.handover import APPLIED, find_homes, hand_over, own_buffer
 from jaxaccum.closing.inner import in_one_precision, sees_every_window, tried
 from jaxaccum.closing.leaves import is_none, still
+from jaxaccum.closing.ledger import Outcome, account, count_if
 from jaxaccum.core import checks, faults
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.reducers import Sum
-from jaxaccum.core.sums import finalize, is_empty
-from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
-from jaxaccum.numerics import accumulators, loss_scaling, weights
+from jaxaccum.core.sums import Window, WindowSums, finalize, is_empty
+from jaxaccum.diagnostics.gradient_noise import noise_scale
+from jaxaccum.numerics import loss_scaling, weights
 from jaxaccum.stream.state import check_no_window
 from jaxaccum.training.donation import Step
+from jaxaccum.training.records import StepInfo, StepState, TrainStep
 from jaxaccum.window.arguments import NOTHING, check_not_of_call, positional
 from jaxaccum.window.model_state import check_given
 from jaxaccum.window.window_fn import WindowFn
 from jaxaccum.window.windows import accumulate
-
-
-class StepState(NamedTuple):
-    """The state of a `train_step`.
-
-    Attributes:
-      optimizer_step: how many optimizer steps were applied; int32 scalar.
-      weight_seen_carry: the weight of all windows so far, as an exact pair of floats.
-      inner_state: the state of the optimizer.
-      num_skipped: the micro-batches that were left out so far; int32 scalar.
-      num_dropped: the windows that were left out so far, not one of their micro-batches being
-        finite, or after `diverged`; int32 scalar.
-      num_bad_in_row: windows left out in a row; int32 scalar.
-      diverged: whether `max_bad_windows` was reached; it stays so. Boolean scalar.
-      loss_scale: the `LossScaleState`; `None` without a loss scale.
-      model_state: the model's own state, such as batch statistics; `None` without `model_state`.
-    """
-
-    optimizer_step: jax.Array
-    weight_seen_carry: accumulators.Compensated
-    inner_state: Any
-    num_skipped: jax.Array
-    num_dropped: jax.Array
-    num_bad_in_row: jax.Array
-    diverged: jax.Array
-    loss_scale: loss_scaling.LossScaleState | None = None
-    model_state: Any = None
-
-
-class StepInfo(NamedTuple):
-    """What a person wants to read after a step; every field is an array.
-
-    Attributes:
-      loss: the window's mean loss; nan where nothing was counted.
-      weight: the window's weight; a scalar, or the loss's tree of them.
-      grad_norm: the global norm of the mean gradient, before any clipping.
-      num_microbatches: the micro-batches of the window.
-      num_skipped: the micro-batches that were left out.
-      updated: whether an optimizer step was applied; false for a window in which nothing counts.
-      optimizer_step: the optimizer steps so far, this one included.
-      weight_seen_carry: see `tokens_seen`.
-      aux: the combined auxiliary outputs; `None` without `has_aux`.
-      noise_scale: the window's `NoiseScale`; `None` without `noise_scale=True`.
-      num_dropped: as in `StepState`, as are the next two.
-      num_bad_in_row: windows left out in a row.
-      diverged: whether `max_bad_windows` was reached.
-      loss_scale: the scale of this window; `None` without a loss scale.
-      overflowed: whether any of its micro-batches was not finite, so that the scale shrinks;
-        `None` without a loss scale.
-    """
-
-    loss: jax.Array
-    weight: Any
-    grad_norm: jax.Array
-    num_microbatches: jax.Array
-    num_skipped: jax.Array
-    updated: jax.Array
-    optimizer_step: jax.Array
-    weight_seen_carry: accumulators.Compensated
-    aux: Any = None
-    noise_scale: NoiseScale | None = None
-    num_dropped: Any = None
-    num_bad_in_row: Any = None
-    diverged: Any = None
-    loss_scale: Any = None
-    overflowed: Any = None
-
-    @property
-    def tokens_seen(self) -> Any:
-        """The weight of all windows so far, exact past 2**31 when read outside of `jit`.
-
-        For a loss of several terms it is the largest of their weights that is counted.
-        """
-        return weights.read(self.weight_seen_carry)
-
-
-class TrainStep(NamedTuple):
-    """What `train_step` returns; unpacks as `init_fn, step_fn`.
-
-    Attributes:
-      init: `init(params, model_state=None)` to the `StepState`.
-      step: `step(params, state, batch, *args, key=None, num_real=None, denominators=None)` to
-        `(params, state, info)`.
-    """
-
-    init: Callable[..., StepState]
-    step: Callable[..., tuple[Any, StepState, StepInfo]]
 
 
 def train_step(
@@ -167,27 +83,12 @@ def train_step(
     """
     checks.transformation("train_step", "optimizer", optimizer)
     check_no_window("train_step", "optimizer", optimizer)
-    inner = in_one_precision(optimizer)
     loss_scale = loss_scaling.checked("train_step", loss_scale)
     window_fn = _window_fn(loss_fn, window_options, scales=loss_scale is not None)
-    options = window_fn.options
-    marks, policy = options.grad_reducers, options.model_state
-    _check_whole(options.batch_argnums)
-    limit = faults.limit("train_step", max_bad_windows, options.skip_nonfinite)
-
-    def init_fn(params: Any, model_state: Any = None) -> StepState:
-        check_given("train_step", policy, model_state)
-        checks.arrays("train_step", params, name="params")
-        if isinstance(params, optax.LookaheadParams):
-            raise TypeError(
-                "train_step: `params` are `optax.LookaheadParams`, of which only the fast ones "
-                "have a gradient. Call `ja.value_and_grad` on `params.fast` in a step of your own."
-            )
-        inner_state = inner.init(_trainable(params, marks))
-        check_no_window("train_step", "optimizer", inner_state)
-        # Some optimizers keep the parameters themselves: donating both would free them twice.
-        inner_state, model_state = jax.tree.map(own_buffer, (inner_state, model_state))
-        return first_state(inner_state, loss_scale, model_state)
+    cut = window_fn.options.batch_argnums
+    _check_whole(cut)
+    limit = faults.limit("train_step", max_bad_windows, window_fn.options.skip_nonfinite)
+    training = _Training(in_one_precision(optimizer), window_fn, limit, loss_scale)
 
     def step_fn(
         params: Any,
@@ -199,45 +100,62 @@ def train_step(
         denominators: Any = None,
         **inputs: Any,
     ) -> tuple[Any, StepState, StepInfo]:
-        every = positional("train_step", (params, batch, *args), inputs, options.batch_argnums)
-        _check_state(state, inner, params, marks)
-        if (state.loss_scale is None) != (loss_scale is None):
-            raise ValueError(
-                "train_step: `state` and this step differ in whether they have a `loss_scale`. Put "
-                "`loss_scale.init()`, or `None`, in its place with `state._replace`."
+        every = positional("train_step", (params, batch, *args), inputs, cut)
+        named = {"key": key, "num_real": num_real, "denominators": denominators}
+        return training.step(state, every, named)
+
+    return TrainStep(training.init, Step("train_step", step_fn, (0, 1) if donate else ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """The checked options of one `train_step`; see there."""
+
+    inner: Any
+    window_fn: WindowFn
+    limit: int | None
+    loss_scale: loss_scaling.LossScale | None
+
+    @property
+    def marks(self) -> Any:
+        """How the gradients are combined, where not all are sums."""
+        return self.window_fn.options.grad_reducers
+
+    def init(self, params: Any, model_state: Any = None) -> StepState:
+        check_given("train_step", self.window_fn.options.model_state, model_state)
+        checks.arrays("train_step", params, name="params")
+        if isinstance(params, optax.LookaheadParams):
+            raise TypeError(
+                "train_step: `params` are `optax.LookaheadParams`, of which only the fast ones "
+                "have a gradient. Call `ja.value_and_grad` on `params.fast` in a step of your own."
             )
+        inner_state = self.inner.init(_trainable(params, self.marks))
+        check_no_window("train_step", "optimizer", inner_state)
+        # Some optimizers keep the parameters themselves: donating both would free them twice.
+        inner_state, model_state = jax.tree.map(own_buffer, (inner_state, model_state))
+        return StepState.first(inner_state, self.loss_scale, model_state)
+
+    def step(
+        self, state: StepState, every: Sequence[Any], named: dict[str, Any]
+    ) -> tuple[Any, StepState, StepInfo]:
+        """One step, from the positional arguments of the loss function: the parameters first."""
+        params = every[0]
+        self._check(state, params)
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        named = {
-            "key": key,
-            "num_real": num_real,
-            "denominators": denominators,
-            "loss_scale": scale,
-            "model_state": state.model_state,
-        }
+        named = {**named, "loss_scale": scale, "model_state": state.model_state}
         # The windows of some rooms take fewer.
-        window_sums = window_fn(*every, **{k: v for k, v in named.items() if v is not None})
-        noise = None if window_sums.noise is None else noise_scale(window_sums)
-        window = finalize(window_sums)
-        trainable = _trainable(params, marks)
+        sums = self.window_fn(*every, **{k: v for k, v in named.items() if v is not None})
+        window, trainable = finalize(sums), _trainable(params, self.marks)
         grads = jax.tree.map(
             lambda p, g: None if p is None else g, trainable, window.grads, is_leaf=is_none
         )
-        largest = weights.largest("train_step", jax.tree.leaves(window.weight))
-        applying = ~is_empty(window_sums)
+        stopped = state.ledger.stops(self.limit)
+        applying = ~is_empty(sums)
         if sees_every_window(state.inner_state):
             applying = jnp.ones_like(applying)
-        bad = (window.num_microbatches == 0) & (window.num_skipped > 0)
-        dropped, diverged = bad, state.diverged
-        if limit is not None:
-            dropped = bad | (applying & state.diverged)
-            applying = applying & ~state.diverged
-        in_row = jnp.where(applying & ~bad, 0, count_if(state.num_bad_in_row, bad))
-        if limit is not None:
-            diverged = diverged | (in_row >= limit)
-        overflowed = window.num_skipped > 0
-
+        applying = applying & ~stopped
         updates, inner_state = _updated(
-            inner, applying, grads, window.loss, trainable, state.inner_state
+            self.inner, applying, grads, window.loss, trainable, state.inner_state
         )
         new_params = jax.tree.map(
             lambda new, old, value: _replaced(old, value, applying) if new is None else new,
@@ -246,43 +164,72 @@ def train_step(
             window.grads,
             is_leaf=is_none,
         )
-        # Dropped windows leave the state as it was by themselves; those after `diverged` do not.
-        model_state = jax.tree.map(
-            lambda new, old: jnp.where(dropped, old, new), window.model_state, state.model_state
+        outcome = Outcome(
+            closed=jnp.ones((), jnp.bool_),
+            applied=applying,
+            bad=(window.num_microbatches == 0) & (window.num_skipped > 0),
+            num_skipped=window.num_skipped,
         )
+        largest = weights.largest("train_step", jax.tree.leaves(window.weight))
         new_state = StepState(
-            count_if(state.optimizer_step, applying),
-            weights.add(state.weight_seen_carry, largest),
-            inner_state,
-            num_skipped=count_if(state.num_skipped, overflowed, window.num_skipped),
-            num_dropped=count_if(state.num_dropped, dropped),
-            num_bad_in_row=in_row,
-            diverged=diverged,
-            loss_scale=None
-            if loss_scale is None or state.loss_scale is None
-            else loss_scale.update(state.loss_scale, overflowed),
-            model_state=model_state,
+            optimizer_step=count_if(state.optimizer_step, applying),
+            weight_seen_carry=weights.add(state.weight_seen_carry, largest),
+            inner_state=inner_state,
+            ledger=account(state.ledger, outcome, limit=self.limit, loss_scale=self.loss_scale),
+            # Windows left out keep the state by themselves; those after `diverged` do not.
+            model_state=jax.tree.map(
+                lambda new, old: jnp.where(stopped, old, new), window.model_state, state.model_state
+            ),
         )
-        info = StepInfo(
+        return new_params, new_state, self._info(sums, window, grads, state, new_state, applying)
+
+    def _info(
+        self,
+        sums: WindowSums,
+        window: Window,
+        grads: Any,
+        old: StepState,
+        new: StepState,
+        updated: jax.Array,
+    ) -> StepInfo:
+        scale = old.loss_scale
+        return StepInfo(
             loss=window.loss,
             weight=window.weight,
             grad_norm=optax.tree.norm(grads),
             num_microbatches=window.num_microbatches,
             num_skipped=window.num_skipped,
-            updated=applying,
-            optimizer_step=new_state.optimizer_step,
-            weight_seen_carry=jax.tree.map(jnp.copy, new_state.weight_seen_carry),
-            aux=window.aux if options.has_aux else None,
-            noise_scale=noise,
-            num_dropped=new_state.num_dropped,
-            num_bad_in_row=new_state.num_bad_in_row,
-            diverged=new_state.diverged,
-            loss_scale=None if scale is None else jnp.copy(scale),
-            overflowed=None if scale is None else overflowed,
+            updated=updated,
+            optimizer_step=new.optimizer_step,
+            weight_seen_carry=jax.tree.map(jnp.copy, new.weight_seen_carry),
+            aux=window.aux if self.window_fn.options.has_aux else None,
+            noise_scale=None if sums.noise is None else noise_scale(sums),
+            num_dropped=new.num_dropped,
+            num_bad_in_row=new.num_bad_in_row,
+            diverged=new.diverged,
+            loss_scale=None if scale is None else jnp.copy(scale.scale),
+            overflowed=None if scale is None else window.num_skipped > 0,
         )
-        return new_params, new_state, info
 
-    return TrainStep(init_fn, Step("train_step", step_fn, (0, 1) if donate else ()))
+    def _check(self, state: Any, params: Any) -> None:
+        """Requires the state of this optimizer and these parameters."""
+        if not isinstance(state, StepState):
+            raise TypeError(
+                f"train_step: `state` must come from `init`, got {type(state).__name__}. For a "
+                "plain optimizer state: `init(params)._replace(inner_state=state)`; for one of "
+                "`optax.MultiSteps` the same with `state.inner_opt_state`, between two windows, or "
+                "`ja.interop.from_optax` and a `ja.multi_steps`."
+            )
+        like = jax.eval_shape(self.inner.init, _trainable(params, self.marks))
+        remedy = "Pass the state that `init` made for this optimizer and these parameters."
+        checks.same_structure(
+            "train_step", "state.inner_state", state.inner_state, like, remedy=remedy
+        )
+        if (state.loss_scale is None) != (self.loss_scale is None):
+            raise ValueError(
+                "train_step: `state` and this step differ in whether they have a `loss_scale`. Put "
+                "`loss_scale.init()`, or `None`, in its place with `state._replace`."
+            )
 
 
 def _check_whole(batch_argnums: Any) -> None:
@@ -355,37 +302,6 @@ def _updated(
         find_homes(trial.types, structure, sums),
     )
     return updates, inner_state
-
-
-def _check_state(state: Any, inner: Any, params: Any, marks: Any) -> None:
-    """Requires the state of this optimizer and these parameters."""
-    if not isinstance(state, StepState):
-        raise TypeError(
-            f"train_step: `state` must come from `init`, got {type(state).__name__}. For a plain "
-            "optimizer state: `init(params)._replace(inner_state=state)`; for one of "
-            "`optax.MultiSteps` the same with `state.inner_opt_state`, between two windows, or "
-            "`ja.interop.from_optax` and a `ja.multi_steps`."
-        )
-    like = jax.eval_shape(inner.init, _trainable(params, marks))
-    remedy = "Pass the state that `init` made for this optimizer and these parameters."
-    checks.same_structure("train_step", "state.inner_state", state.inner_state, like, remedy=remedy)
-
-
-def first_state(
-    inner_state: Any, loss_scale: loss_scaling.LossScale | None, model_state: Any = None
-) -> StepState:
-    """The state of a training that has made no step."""
-    return StepState(
-        optimizer_step=jnp.zeros((), jnp.int32),
-        weight_seen_carry=weights.zero(),
-        inner_state=inner_state,
-        num_skipped=jnp.zeros((), jnp.int32),
-        num_dropped=jnp.zeros((), jnp.int32),
-        num_bad_in_row=jnp.zeros((), jnp.int32),
-        diverged=jnp.zeros((), jnp.bool_),
-        loss_scale=None if loss_scale is None else loss_scale.init(),
-        model_state=model_state,
-    )
 
 
 def _trainable(params: Any, marks: Any) -> Any:
