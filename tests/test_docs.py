@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import pathlib
 import re
 import textwrap
@@ -80,3 +81,13 @@ def test_ci_runs_the_set_up_commands_as_written():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda p: p.stem
+)
+def test_notebooks_are_those_of_their_pages(page):
+    """`python docs/notebooks.py` was run: the same blocks in the same order, which run here."""
+    cells = json.loads(page.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code[1:] == [source.strip() for kind, _, source in blocks(page) if kind == "python"]
