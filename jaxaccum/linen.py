@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,13 @@ from jaxaccum.stream.state import (
     has_updated,
 )
 from jaxaccum.training.donation import Step
-from jaxaccum.training.records import StepInfo, StepState
+from jaxaccum.training.records import StepInfo, StepOptions, StepState
 from jaxaccum.training.step import train_step as plain_train_step
-from jaxaccum.window.arguments import NOTHING, positional
-from jaxaccum.window.batch import checked_argnums
 from jaxaccum.window.model_state import CHOICES
+from jaxaccum.window.options import StepCall, WindowCall
+from jaxaccum.window.protocols import LossFn
+from jaxaccum.window.signatures import NOTHING, call_signature, factory, signed, taken
+from jaxaccum.window.window_fn import Accumulation, checked_options
 
 OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT
 
@@ -147,9 +149,35 @@ class TrainState(train_state.TrainState):
         return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
 
+class TrainStepFn(Protocol):
+    """What `train_step` returns: one window, one optimizer step."""
+
+    def __call__(
+        self, state: TrainState, batch: Any, *args: Any, **call: Unpack[StepCall]
+    ) -> tuple[TrainState, StepInfo]: ...
+
+
+@overload
 def train_step(
-    loss_fn: Callable[..., Any], *, donate: bool = True, **options: Any
-) -> Callable[..., tuple[TrainState, StepInfo]]:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[StepOptions]
+) -> TrainStepFn: ...
+
+
+@overload
+def train_step(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[StepOptions]
+) -> TrainStepFn: ...
+
+
+@factory("linen.train_step", StepOptions, StepCall)
+def train_step(
+    loss_fn: LossFn,
+    *,
+    donate: bool = True,
+    max_bad_windows: int | None = None,
+    loss_scale: loss_scaling.LossScale | None = None,
+    **options: Any,
+) -> TrainStepFn:
     """A jitted training step on a `TrainState`: one window, one optimizer step.
 
     As `ja.train_step`, with the words of Linen: the loss function receives all of the model's
@@ -162,9 +190,12 @@ def train_step(
         returned. With `key=` it is called with the keyword `key` as well.
       donate: whether the step takes over the buffers of the state, which then must not be used
         again.
-      **options: the keywords of `ja.train_step` and `ja.accumulate`, `num_microbatches` or
-        `microbatch_size` among them. `model_state=` is required where the model has collections
-        beside its parameters. FP8 scaling state is combined by its largest values.
+      max_bad_windows: as in `ja.train_step`.
+      loss_scale: as in `ja.train_step`; the state is made with the same.
+      **options: the keywords of `ja.train_step` that are those of `ja.accumulate`,
+        `num_microbatches` or `microbatch_size` among them. `model_state=` is required where the
+        model has collections beside its parameters. FP8 scaling state is combined by its largest
+        values.
 
     Returns:
       `step(state, batch, *args, key=None, num_real=None, denominators=None)`, which returns the
@@ -189,8 +220,8 @@ def train_step(
       >>> print(state.step, state.collections["batch_stats"]["mean"].round(3))
       1 [0.03 0.04]
     """
-    policy = options.get("model_state")
-    cut = checked_argnums("linen.train_step", loss_fn, options.get("batch_argnums"))
+    checked = checked_options("linen.train_step", loss_fn, options)
+    policy = checked.model_state
 
     def functional(
         params: Any, batch: Any, *args: Any, model_state: Any = None, **named: Any
@@ -199,16 +230,11 @@ def train_step(
         out = loss_fn({**_by_collection(params), **collections}, batch, *args, **named)
         if policy is None:
             return out
-        return _with_collections(out, collections, options.get("has_aux", False))
+        return _with_collections(out, collections, checked.has_aux)
 
+    @signed(call_signature(StepCall, "state", "batch"))
     def step_fn(
-        state: TrainState,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        denominators: Any = None,
-        **inputs: Any,
+        state: TrainState, batch: Any = NOTHING, *args: Any, **call: Any
     ) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -220,25 +246,26 @@ def train_step(
                 f"linen.train_step: the model has the collections {sorted(state.collections)}, and "
                 f"what a window does to them was not said. Pass `model_state=`: {CHOICES}."
             )
-        _, *every = positional("linen.train_step", (None, batch, *args), inputs, cut)
+        given = None, batch, *args
+        (_, *every), _ = taken("linen.train_step", given, call, StepCall, checked.batch_argnums)
         check_no_window("linen.train_step", "state.tx", state.opt_state)
         scaled = OVERWRITE in _by_collection(state.params)
-        marks = {"params": Sum, OVERWRITE: Max} if scaled else None
+        marks = {"params": Sum, OVERWRITE: Max} if scaled else checked.grad_reducers
+        own = dataclasses.replace(checked, loss_fn=functional, grad_reducers=marks)
         step = plain_train_step(
-            functional, _of_params(state.tx, marks), donate=False, grad_reducers=marks, **options
+            Accumulation(own, WindowCall),
+            _of_params(state.tx, marks if scaled else None),
+            donate=False,
+            max_bad_windows=max_bad_windows,
+            loss_scale=loss_scale,
         ).step
-        given = state.collections if policy is not None else None
+        collections = state.collections if policy is not None else None
         progress = state.progress._replace(
-            optimizer_step=jnp.asarray(state.step), inner_state=state.opt_state, model_state=given
+            optimizer_step=jnp.asarray(state.step),
+            inner_state=state.opt_state,
+            model_state=collections,
         )
-        params, progress, info = step(
-            state.params,
-            progress,
-            *every,
-            key=key,
-            num_real=num_real,
-            denominators=denominators,
-        )
+        params, progress, info = step(state.params, progress, *every, **call)
         new_state = state.replace(
             step=progress.optimizer_step,
             params=params,

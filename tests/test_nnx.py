@@ -499,7 +499,7 @@ class TestOptimizer:
             step(model, nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param), Y)
         with pytest.raises(ValueError, match="one window would stand in another"):
             step(model, ja_nnx.Optimizer(model, ja.multi_steps(optax.sgd(1.0), 2)), Y)
-        with pytest.raises(TypeError, match="no keyword of"):
+        with pytest.raises(TypeError, match="Did you mean `num_microbatches`"):
             ja_nnx.train_step(plain, num_microbatch=2)
 
     def test_a_checkpoint_in_mid_window_goes_on_bit_for_bit(self, tmp_path):

@@ -1,31 +1,34 @@
 """A differentiable map over micro-batches whose outputs are combined: `microbatch`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 from jaxaccum.combine.replay import Replay
 from jaxaccum.core import checks
 from jaxaccum.devices import reduction, shards
 from jaxaccum.numerics import accumulators
 from jaxaccum.window import cut, spmd
-from jaxaccum.window.arguments import NOTHING, Options, factory
+from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import checked_argnums
+from jaxaccum.window.options import MapCall, MicrobatchOptions
+from jaxaccum.window.protocols import CombinedFn
+from jaxaccum.window.signatures import batch_fn, factory
 
 
-@factory("key", "num_real")
+@overload
 def microbatch(
-    fn: Callable[..., Any],
-    *,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    axis_name: str | Sequence[str] | None = None,
-    spmd_axis_name: str | Sequence[str] | None = None,
-    local_params: Any = None,
-    accumulator: accumulators.Accumulator | None = None,
-    unroll: int | bool = 1,
-) -> Callable[..., Any]:
+    fn: Callable[..., Any], *, num_microbatches: int, **options: Unpack[MicrobatchOptions]
+) -> CombinedFn: ...
+
+
+@overload
+def microbatch(
+    fn: Callable[..., Any], *, microbatch_size: int, **options: Unpack[MicrobatchOptions]
+) -> CombinedFn: ...
+
+
+@factory("microbatch", MicrobatchOptions, MapCall)
+def microbatch(fn: Callable[..., Any], **options: Any) -> CombinedFn:
     """Maps `fn` over micro-batches and combines its outputs, differentiably.
 
     `combined = reduce_k fn(params, batch_k, *args)`, each output by its own reducer. For losses
@@ -78,44 +81,37 @@ def microbatch(
       >>> [round(float(jax.grad(loss)(2.0, x, n)), 4) for n in (1, 3)]
       [2.3333, 2.3333]
     """
+    checked = _checked(fn, options)
+
+    def run_fn(args: tuple[Any, ...], given: Given) -> Any:
+        if checked.spmd_axis_name is not None:
+            return spmd.combine(checked, args, given.key, given.num_real, _combined)
+        return _combined(checked, args, given.key, given.num_real)
+
+    return batch_fn(checked, MapCall, run_fn)
+
+
+def _checked(fn: Any, given: dict[str, Any]) -> Options:
     name = "microbatch"
     if not callable(fn):
         raise TypeError(f"{name}: `fn` must be a function, got {checks.describe(fn)}.")
-    number, size = cut.check_cut(name, num_microbatches, microbatch_size)
-    options = Options(
-        function=name,
-        loss_fn=fn,
-        num_microbatches=number,
-        microbatch_size=size,
-        accumulator=accumulators.checked(name, accumulator),
-        argnums=argnums,
-        batch_argnums=checked_argnums(name, fn, batch_argnums, name="fn"),
-        unroll=unroll,
-        local_params=local_params,
-        axis_name=reduction.names_of(name, "axis_name", axis_name) or None,
-        spmd_axis_name=reduction.names_of(name, "spmd_axis_name", spmd_axis_name) or None,
-    )
-    if axis_name is not None and spmd_axis_name is not None:
+    cuts = "num_microbatches", "microbatch_size"
+    number, size = cut.check_cut(name, *map(given.get, cuts))
+    axes = {n: given.get(n) for n in ("axis_name", "spmd_axis_name")}
+    own = {
+        "num_microbatches": number,
+        "microbatch_size": size,
+        "accumulator": accumulators.checked(name, given.get("accumulator")),
+        "batch_argnums": checked_argnums(name, fn, given.get("batch_argnums"), name="fn"),
+        **{n: reduction.names_of(name, n, value) or None for n, value in axes.items()},
+    }
+    if None not in axes.values():
         raise ValueError(
             f"{name}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` for "
             "plain `jit`; pass one of them."
         )
-    shards.check_places(name, {"local_params": local_params}, axis_name, spmd_axis_name)
-
-    def microbatch_fn(
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        **inputs: Any,
-    ) -> Any:
-        every = options.positional((params, batch, *args), inputs)
-        if options.spmd_axis_name is not None:
-            return spmd.combine(options, every, key, num_real, _combined)
-        return _combined(options, every, key, num_real)
-
-    return microbatch_fn
+    shards.check_places(name, {"local_params": given.get("local_params")}, *axes.values())
+    return Options(function=name, loss_fn=fn, **{**given, **own})
 
 
 def _combined(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> Any:

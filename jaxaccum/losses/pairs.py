@@ -1,7 +1,7 @@
 """The contrastive loss of pairs of embeddings, with the whole window as negatives."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from jaxaccum.combine.microbatch import microbatch
 from jaxaccum.core import checks, dtypes
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat
-from jaxaccum.window.arguments import NOTHING, positional
 from jaxaccum.window.batch import checked_argnums
+from jaxaccum.window.options import MapCall, MicrobatchOptions
+from jaxaccum.window.protocols import CombinedFn
+from jaxaccum.window.signatures import NOTHING, call_signature, factory, signed, taken
 
 
 def contrastive(
@@ -101,13 +103,33 @@ def _direction(
     return blocked((keys, temperature, kept), blocks)
 
 
+class ContrastiveOptions(MicrobatchOptions, total=False):
+    """The options of `contrastive_fn` beside the cut."""
+
+    temperature: Any
+    block_size: int | None
+
+
+@overload
+def contrastive_fn(
+    encode_fn: Callable[..., Any], *, num_microbatches: int, **options: Unpack[ContrastiveOptions]
+) -> CombinedFn: ...
+
+
+@overload
+def contrastive_fn(
+    encode_fn: Callable[..., Any], *, microbatch_size: int, **options: Unpack[ContrastiveOptions]
+) -> CombinedFn: ...
+
+
+@factory("losses.contrastive_fn", ContrastiveOptions, MapCall)
 def contrastive_fn(
     encode_fn: Callable[..., Any],
     *,
     temperature: Any = 1.0,
     block_size: int | None = None,
     **options: Any,
-) -> Callable[..., jax.Array]:
+) -> CombinedFn:
     """The contrastive loss of two encoders over a batch that is cut into micro-batches.
 
     `contrastive(*encode_fn(params, batch, *args))` of the whole batch, with the encoders'
@@ -173,16 +195,12 @@ def contrastive_fn(
     # What does not run is filled with zeros, so that its `where` is false.
     combined_fn = microbatch(pairs_fn, **options)
 
+    @signed(call_signature(MapCall))
     def contrastive_loss_fn(
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        **inputs: Any,
+        params: Any, batch: Any = NOTHING, *args: Any, **named: Any
     ) -> jax.Array:
-        every = positional("contrastive_fn", (params, batch, *args), inputs, cut)
-        (a, b), where = combined_fn(*every, key=key, num_real=num_real)
+        taken("contrastive_fn", (params, batch, *args), named, MapCall, cut)
+        (a, b), where = combined_fn(params, batch, *args, **named)
         scale = temperature(params) if callable(temperature) else temperature
         return contrastive(a, b, temperature=scale, where=where, block_size=block_size)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,13 @@ from jaxaccum.stream.state import (
     has_updated,
 )
 from jaxaccum.stream.state import flush as plain_flush
-from jaxaccum.training.records import StepInfo, StepState
+from jaxaccum.training.records import StepInfo, StepOptions, StepState
 from jaxaccum.training.step import train_step as plain_train_step
-from jaxaccum.window.arguments import NOTHING, positional
-from jaxaccum.window.batch import checked_argnums
+from jaxaccum.window.arguments import Given
+from jaxaccum.window.options import StepCall, WindowCall
+from jaxaccum.window.protocols import LossFn
+from jaxaccum.window.signatures import NOTHING, call_signature, factory, signed, taken
+from jaxaccum.window.window_fn import Accumulation, checked_options
 
 
 class Optimizer(nnx.Optimizer):
@@ -137,9 +140,35 @@ def _apply(optimizer: nnx.Optimizer, model: Any, update_fn: Callable[..., Any]) 
     return updates
 
 
+class ModelStepFn(Protocol):
+    """What `train_step` returns: one window, one optimizer step, in place."""
+
+    def __call__(
+        self, model: Any, optimizer: Optimizer, batch: Any, *args: Any, **call: Unpack[StepCall]
+    ) -> StepInfo: ...
+
+
+@overload
 def train_step(
-    loss_fn: Callable[..., Any], *, donate: bool = True, **options: Any
-) -> Callable[..., StepInfo]:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[StepOptions]
+) -> ModelStepFn: ...
+
+
+@overload
+def train_step(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[StepOptions]
+) -> ModelStepFn: ...
+
+
+@factory("nnx.train_step", StepOptions, StepCall)
+def train_step(
+    loss_fn: LossFn,
+    *,
+    donate: bool = True,
+    max_bad_windows: int | None = None,
+    loss_scale: loss_scaling.LossScale | None = None,
+    **options: Any,
+) -> ModelStepFn:
     """A jitted training step on a model and its optimizer: one window, one optimizer step.
 
     As `ja.train_step`; model and optimizer are updated in place, all else in the model and among
@@ -148,9 +177,11 @@ def train_step(
     Args:
       loss_fn: `loss_fn(model, batch, *args)` on one micro-batch, as in `value_and_grad`.
       donate: whether the step takes over the buffers of model and optimizer.
-      **options: the keywords of `ja.train_step` and `ja.accumulate`, `num_microbatches` or
-        `microbatch_size` among them; `model_state=` as in `value_and_grad`. The variables that are
-        differentiated are the optimizer's `wrt`.
+      max_bad_windows: as in `ja.train_step`.
+      loss_scale: as in `ja.train_step`; the optimizer is made with the same.
+      **options: the keywords of `ja.train_step` that are those of `ja.accumulate`,
+        `num_microbatches` or `microbatch_size` among them; `model_state=` as in `value_and_grad`.
+        The variables that are differentiated are the optimizer's `wrt`.
 
     Returns:
       `step(model, optimizer, batch, *args, key=None, num_real=None, denominators=None)`, which
@@ -171,32 +202,29 @@ def train_step(
       >>> print(info.updated, info.weight, optimizer.step[...])
       True 4 1
     """
-    has_aux = options.pop("has_aux", False)
-    cut = checked_argnums("nnx.train_step", loss_fn, options.get("batch_argnums"))
-    options |= {"batch_argnums": cut, "model_state": options.get("model_state")}
-    plain_train_step(loss_fn, optax.identity(), has_aux=has_aux, **options)  # refuses nonsense
+    checked = checked_options("nnx.train_step", loss_fn, options)
+    named: Any = {"max_bad_windows": max_bad_windows, "loss_scale": loss_scale}
+    plain_train_step(
+        Accumulation(checked, WindowCall), optax.identity(), **named
+    )  # refuses nonsense
 
-    def step_fn(model: Any, optimizer: Any, args: tuple[Any, ...], named: Any) -> StepInfo:
-        call = Call(
-            "train_step",
-            loss_fn,
-            (model, *args),
-            {0: optimizer.wrt},
-            options,
-            has_aux,
-            named.pop("key"),
-        )
+    def step_fn(model: Any, optimizer: Any, args: tuple[Any, ...], given: Given) -> StepInfo:
+        call = Call("train_step", (model, *args), {0: optimizer.wrt}, checked, given)
         progress = nnx.as_pure(optimizer.progress)._replace(
             optimizer_step=optimizer.step[...].astype(jnp.int32),
             inner_state=nnx.as_pure(optimizer.opt_state),
-            model_state=call.named.get("model_state"),
+            model_state=call.given.model_state,
         )
-        step = plain_train_step(
-            call.loss_fn, optimizer.tx, donate=False, has_aux=True, **call.options
-        ).step
+        window = Accumulation(call.options, WindowCall)
+        step = plain_train_step(window, optimizer.tx, donate=False, **named).step
         params, *rest = call.args
         params, progress, info = step(
-            nnx.as_pure(params), progress, *rest, key=call.named["key"], **named
+            nnx.as_pure(params),
+            progress,
+            *rest,
+            key=call.given.key,
+            num_real=given.num_real,
+            denominators=given.denominators,
         )
         aux = call.finish(info.aux, progress.model_state)
         nnx.update(model, params)
@@ -208,17 +236,14 @@ def train_step(
 
     jitted = nnx.jit(step_fn, donate_argnums=(0, 1) if donate else ())
 
+    @signed(call_signature(StepCall, "model", "optimizer", "batch"))
     def checked_step_fn(
-        model: Any,
-        optimizer: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        denominators: Any = None,
-        **inputs: Any,
+        model: Any, optimizer: Any, batch: Any = NOTHING, *args: Any, **call: Any
     ) -> StepInfo:
-        _, *every = positional("nnx.train_step", (model, batch, *args), inputs, cut)
+        given_args = model, batch, *args
+        (_, *every), given = taken(
+            "nnx.train_step", given_args, call, StepCall, checked.batch_argnums
+        )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "nnx.train_step: `optimizer` must be a `jaxaccum.nnx.Optimizer`, got "
@@ -226,9 +251,8 @@ def train_step(
             )
         check_no_window("nnx.train_step", "optimizer", optimizer.opt_state)
         if donate:
-            _own_buffers((model, optimizer), (every, key, denominators))
-        named = {"key": key, "num_real": num_real, "denominators": denominators}
-        return jitted(model, optimizer, tuple(every), named)
+            _own_buffers((model, optimizer), (every, given))
+        return jitted(model, optimizer, tuple(every), given)
 
     return checked_step_fn
 

@@ -1,8 +1,8 @@
 """Windows over a model object: `accumulate` and `value_and_grad` with the words of NNX."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,38 @@ from jaxaccum.core.mean import add
 from jaxaccum.core.reducers import Max, Sum, values_of
 from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.nnx import parts
+from jaxaccum.nnx.options import (
+    ModelGradOptions,
+    ModelSumsFn,
+    ModelSumsOptions,
+    ModelWindowFn,
+)
 from jaxaccum.nnx.parts import Parts
-from jaxaccum.numerics import accumulators
-from jaxaccum.window.arguments import NOTHING, Given, Options, passed_key, positional
-from jaxaccum.window.batch import Batch, checked_argnums
+from jaxaccum.window.arguments import Given, Options, passed_key
+from jaxaccum.window.batch import Batch
 from jaxaccum.window.model_state import CHOICES
-from jaxaccum.window.windows import accumulate as plain_accumulate
-from jaxaccum.window.windows import value_and_grad as plain_value_and_grad
+from jaxaccum.window.options import GradCall
+from jaxaccum.window.protocols import LossFn
+from jaxaccum.window.signatures import NOTHING, call_signature, factory, signed, taken
+from jaxaccum.window.window_fn import checked_options, loss_and_grads, window_sums
 
 
+@overload
 def accumulate(
-    loss_fn: Callable[..., Any],
-    *,
-    wrt: Any = nnx.Param,
-    argnums: Any = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    model_state: Any = None,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., WindowSums]:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[ModelSumsOptions]
+) -> ModelSumsFn: ...
+
+
+@overload
+def accumulate(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[ModelSumsOptions]
+) -> ModelSumsFn: ...
+
+
+@factory("nnx.accumulate", ModelSumsOptions, GradCall)
+def accumulate(
+    loss_fn: LossFn, *, wrt: Any = nnx.Param, argnums: Any = 0, **options: Any
+) -> ModelSumsFn:
     """Sums gradients, losses and weights over the micro-batches of a batch, undivided.
 
     As `ja.accumulate`; what the model keeps beside its parameters is updated in place, by every
@@ -70,33 +83,37 @@ def accumulate(
       4 1
     """
     filters, positions = _differentiated("accumulate", argnums, wrt)
-    cut = checked_argnums("nnx.accumulate", loss_fn, batch_argnums)
-    options |= {"argnums": positions, "batch_argnums": cut, "model_state": model_state}
-    plain_accumulate(loss_fn, has_aux=has_aux, **options)  # refuses what makes no sense
+    checked = checked_options("nnx.accumulate", loss_fn, {**options, "argnums": positions})
 
-    def accumulate_fn(
-        model: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **named: Any
-    ) -> WindowSums:
-        every = _positional("accumulate", (model, batch, *args), named, cut)
-        call = Call("accumulate", loss_fn, every, filters, options, has_aux, key)
-        f: Callable[..., WindowSums] = plain_accumulate(call.loss_fn, has_aux=True, **call.options)
-        sums = f(*call.args, **call.named, **named)
+    @signed(call_signature(GradCall, "model", "batch"))
+    def accumulate_fn(model: Any, batch: Any = NOTHING, *args: Any, **named: Any) -> WindowSums:
+        every, given = _taken("accumulate", (model, batch, *args), named, checked)
+        call = Call("accumulate", every, filters, checked, given)
+        sums = window_sums(call.options, call.args, call.given)
         call.finish(values_of(sums.aux), finalize(sums).model_state)
-        return dataclasses.replace(sums, aux=sums.aux[0] if has_aux else None, model_state=None)
+        return dataclasses.replace(
+            sums, aux=sums.aux[0] if checked.has_aux else None, model_state=None
+        )
 
     return accumulate_fn
 
 
+@overload
 def value_and_grad(
-    loss_fn: Callable[..., Any],
-    *,
-    wrt: Any = nnx.Param,
-    argnums: Any = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    model_state: Any = None,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., Any]:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[ModelGradOptions]
+) -> ModelWindowFn: ...
+
+
+@overload
+def value_and_grad(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[ModelGradOptions]
+) -> ModelWindowFn: ...
+
+
+@factory("nnx.value_and_grad", ModelGradOptions, GradCall)
+def value_and_grad(
+    loss_fn: LossFn, *, wrt: Any = nnx.Param, argnums: Any = 0, **options: Any
+) -> ModelWindowFn:
     """The window's mean loss and its gradient, like `nnx.value_and_grad` of the full batch.
 
     As `ja.value_and_grad`; what the model keeps beside its parameters is updated in place, once
@@ -143,20 +160,19 @@ def value_and_grad(
       [0.03 0.04]
     """
     filters, positions = _differentiated("value_and_grad", argnums, wrt)
-    cut = checked_argnums("nnx.value_and_grad", loss_fn, batch_argnums)
-    options |= {"argnums": positions, "batch_argnums": cut, "model_state": model_state}
-    plain_value_and_grad(loss_fn, has_aux=has_aux, **options)  # refuses what makes no sense
+    checked = checked_options("nnx.value_and_grad", loss_fn, {**options, "argnums": positions})
 
+    @signed(call_signature(GradCall, "model", "batch"))
     def value_and_grad_fn(
-        model: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **named: Any
-    ) -> Any:
-        every = _positional("value_and_grad", (model, batch, *args), named, cut)
-        call = Call("value_and_grad", loss_fn, every, filters, options, has_aux, key)
-        f = plain_value_and_grad(call.loss_fn, has_aux=True, **call.options)
-        (loss, aux), grads = f(*call.args, **call.named, **named)
-        aux, state = (aux, None) if model_state is None else aux
+        model: Any, batch: Any = NOTHING, *args: Any, **named: Any
+    ) -> tuple[Any, Any]:
+        every, given = _taken("value_and_grad", (model, batch, *args), named, checked)
+        call = Call("value_and_grad", every, filters, checked, given)
+        sums = window_sums(call.options, call.args, call.given)
+        (loss, aux), grads = loss_and_grads(call.options, call.args, sums)
+        aux, state = (aux, None) if checked.model_state is None else aux
         aux = call.finish(aux, state)
-        return ((loss, aux) if has_aux else loss), grads
+        return ((loss, aux) if checked.has_aux else loss), grads
 
     return value_and_grad_fn
 
@@ -180,14 +196,15 @@ def _differentiated(function: str, argnums: Any, wrt: Any) -> tuple[dict[int, An
     return filters, (tuple(filters) if several else next(iter(filters)))
 
 
-def _positional(function: str, args: tuple[Any, ...], named: dict[str, Any], cut: Any) -> Any:
+def _taken(
+    function: str, args: tuple[Any, ...], named: dict[str, Any], options: Options
+) -> tuple[tuple[Any, ...], Given]:
     if named.get("model_state") is not None:
         raise TypeError(
             f"nnx.{function}: the model holds its own state; say what becomes of it where the "
             f"function is made, `ja_nnx.{function}(loss_fn, model_state=...)`: {CHOICES}."
         )
-    inputs = {name: x for name, x in named.items() if name not in Given._fields}
-    return positional(f"nnx.{function}", args, inputs, cut)
+    return taken(f"nnx.{function}", args, named, GradCall, options.batch_argnums)
 
 
 class Call:
@@ -196,23 +213,21 @@ class Call:
     Attributes:
       args: the arguments for `loss_fn`, see `Parts`; the variables that are not differentiated
         stand behind them.
-      named: the keywords `key` and `model_state` for the core.
-      options: those for the core's factory.
+      given: the keywords for the core.
+      options: those for the core.
     """
 
     def __init__(
         self,
         function: str,
-        loss_fn: Callable[..., Any],
         args: Sequence[Any],
         filters: dict[int, Any],
-        options: dict[str, Any],
-        has_aux: bool,
-        key: Any,
+        options: Options,
+        given: Given,
     ):
-        self._user_fn, self._has_aux = loss_fn, has_aux
-        self._policy = options["model_state"]
-        self._over_devices = any(options.get(n) for n in ("axis_name", "spmd_axis_name"))
+        self._user_fn, self._has_aux = options.loss_fn, options.has_aux
+        self._policy = options.model_state
+        self._over_devices = bool(options.axis_name or options.spmd_axis_name)
         if max(filters) >= len(args):
             raise ValueError(
                 f"nnx.{function}: `argnums` names argument {max(filters)}, but only {len(args)} "
@@ -220,16 +235,17 @@ class Call:
             )
         self._parts = Parts(f"nnx.{function}", args, filters)
         # The core does not know which of its arguments were modules.
-        cut = Batch(f"nnx.{function}", self._parts.args, options["batch_argnums"], tuple(filters))
-        self.options = {**options, "batch_argnums": cut.positions}
+        cut = Batch(f"nnx.{function}", self._parts.args, options.batch_argnums, tuple(filters))
+        self._takes_key = bool(passed_key(options, given.key))
+        self.options = dataclasses.replace(
+            options, loss_fn=self.loss_fn, batch_argnums=cut.positions, has_aux=True
+        )
         held = dict(self._parts.held)
-        self.named = {"key": _window_key(held) if key is None else key}
-        if self._policy is not None:
-            self.named["model_state"] = held.pop(parts.STATE)
+        self.given = given._replace(
+            key=_window_key(held) if given.key is None else given.key,
+            model_state=None if self._policy is None else held.pop(parts.STATE),
+        )
         self.args = (*self._parts.args, held)
-        accumulator = accumulators.checked(function, options.get("accumulator"))
-        taken = Options(f"nnx.{function}", loss_fn, 1, None, accumulator)
-        self._takes_key = bool(passed_key(taken, key))
 
     def loss_fn(self, *given: Any, key: Any = None, model_state: Any = None) -> Any:
         """The loss function of arrays; its auxiliary output is what `finish` takes."""

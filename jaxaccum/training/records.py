@@ -1,7 +1,6 @@
 """The state of a training step, and what a step tells."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jaxaccum.closing.ledger import Ledger, WithLedger
 from jaxaccum.diagnostics.gradient_noise import NoiseScale
 from jaxaccum.numerics import accumulators, loss_scaling, weights
+from jaxaccum.window.options import StepCall, SumsOptions
 
 
 class _Fields(NamedTuple):
@@ -96,6 +96,28 @@ class StepInfo(NamedTuple):
         return weights.read(self.weight_seen_carry)
 
 
+class StepOptions(SumsOptions, total=False):
+    """The options of a training step beside the cut."""
+
+    donate: bool
+    max_bad_windows: int | None
+    loss_scale: loss_scaling.LossScale | None
+
+
+class InitFn(Protocol):
+    """From the parameters to the state of a `train_step`."""
+
+    def __call__(self, params: Any, model_state: Any = None) -> StepState: ...
+
+
+class StepFn(Protocol):
+    """From a batch to new parameters, a new state, and what a person wants to read."""
+
+    def __call__(
+        self, params: Any, state: StepState, batch: Any, *args: Any, **call: Unpack[StepCall]
+    ) -> tuple[Any, StepState, StepInfo]: ...
+
+
 class TrainStep(NamedTuple):
     """What `train_step` returns; unpacks as `init_fn, step_fn`.
 
@@ -105,5 +127,5 @@ class TrainStep(NamedTuple):
         `(params, state, info)`.
     """
 
-    init: Callable[..., StepState]
-    step: Callable[..., tuple[Any, StepState, StepInfo]]
+    init: InitFn
+    step: StepFn

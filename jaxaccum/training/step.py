@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,50 @@ from jaxaccum.diagnostics.gradient_noise import noise_scale
 from jaxaccum.numerics import loss_scaling, weights
 from jaxaccum.stream.state import check_no_window
 from jaxaccum.training.donation import Step
-from jaxaccum.training.records import StepInfo, StepState, TrainStep
-from jaxaccum.window.arguments import NOTHING, check_not_of_call, positional
+from jaxaccum.training.records import StepInfo, StepOptions, StepState, TrainStep
+from jaxaccum.window.arguments import Given
 from jaxaccum.window.model_state import check_given
-from jaxaccum.window.window_fn import WindowFn
-from jaxaccum.window.windows import accumulate
+from jaxaccum.window.options import StepCall, WindowCall
+from jaxaccum.window.protocols import LossFn, SumsFn
+from jaxaccum.window.signatures import NOTHING, call_signature, factory, signed, taken
+from jaxaccum.window.window_fn import Accumulation, checked_options
+from jaxaccum.window_axis.options import AxisSumsFn
 
 
+@overload
 def train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    num_microbatches: int,
+    **options: Unpack[StepOptions],
+) -> TrainStep: ...
+
+
+@overload
+def train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatch_size: int,
+    **options: Unpack[StepOptions],
+) -> TrainStep: ...
+
+
+@overload
+def train_step(
+    loss_fn: SumsFn | AxisSumsFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    donate: bool = True,
+    max_bad_windows: int | None = None,
+    loss_scale: loss_scaling.LossScale | None = None,
+) -> TrainStep: ...
+
+
+@factory("train_step", StepOptions, StepCall)
+def train_step(
+    loss_fn: LossFn | SumsFn | AxisSumsFn,
     optimizer: optax.GradientTransformation,
     *,
     donate: bool = True,
@@ -87,22 +121,15 @@ def train_step(
     window_fn = _window_fn(loss_fn, window_options, scales=loss_scale is not None)
     cut = window_fn.options.batch_argnums
     _check_whole(cut)
-    limit = faults.limit("train_step", max_bad_windows, window_fn.options.skip_nonfinite)
+    limit = faults.limit("train_step", max_bad_windows, window_fn.options.policy)
     training = _Training(in_one_precision(optimizer), window_fn, limit, loss_scale)
 
+    @signed(call_signature(StepCall, "params", "state", "batch"))
     def step_fn(
-        params: Any,
-        state: StepState,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        denominators: Any = None,
-        **inputs: Any,
+        params: Any, state: StepState, batch: Any = NOTHING, *args: Any, **call: Any
     ) -> tuple[Any, StepState, StepInfo]:
-        every = positional("train_step", (params, batch, *args), inputs, cut)
-        named = {"key": key, "num_real": num_real, "denominators": denominators}
-        return training.step(state, every, named)
+        every, given = taken("train_step", (params, batch, *args), call, StepCall, cut)
+        return training.step(state, every, given)
 
     return TrainStep(training.init, Step("train_step", step_fn, (0, 1) if donate else ()))
 
@@ -112,7 +139,7 @@ class _Training:
     """The checked options of one `train_step`; see there."""
 
     inner: Any
-    window_fn: WindowFn
+    window_fn: Accumulation
     limit: int | None
     loss_scale: loss_scaling.LossScale | None
 
@@ -136,15 +163,16 @@ class _Training:
         return StepState.first(inner_state, self.loss_scale, model_state)
 
     def step(
-        self, state: StepState, every: Sequence[Any], named: dict[str, Any]
+        self, state: StepState, every: Sequence[Any], given: Given
     ) -> tuple[Any, StepState, StepInfo]:
         """One step, from the positional arguments of the loss function: the parameters first."""
         params = every[0]
         self._check(state, params)
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        named = {**named, "loss_scale": scale, "model_state": state.model_state}
+        given = given._replace(loss_scale=scale, model_state=state.model_state)
         # The windows of some rooms take fewer.
-        sums = self.window_fn(*every, **{k: v for k, v in named.items() if v is not None})
+        named = {name: value for name, value in given._asdict().items() if value is not None}
+        sums = self.window_fn(*every, **named)
         window, trainable = finalize(sums), _trainable(params, self.marks)
         grads = jax.tree.map(
             lambda p, g: None if p is None else g, trainable, window.grads, is_leaf=is_none
@@ -242,9 +270,9 @@ def _check_whole(batch_argnums: Any) -> None:
         )
 
 
-def _window_fn(loss_fn: Any, window_options: dict[str, Any], *, scales: bool) -> WindowFn:
+def _window_fn(loss_fn: Any, window_options: dict[str, Any], *, scales: bool) -> Accumulation:
     """The window of a step: made already, or from a loss function and its options."""
-    if isinstance(loss_fn, WindowFn):
+    if isinstance(loss_fn, Accumulation):
         window_fn, maker = loss_fn, f"ja.{loss_fn.options.function}"
         if window_options:
             raise TypeError(
@@ -252,18 +280,12 @@ def _window_fn(loss_fn: Any, window_options: dict[str, Any], *, scales: bool) ->
                 f"already. Pass it to `{maker}`."
             )
     else:
-        unknown = window_options.keys() - inspect.signature(accumulate).parameters.keys()
-        check_not_of_call("train_step", unknown, ("key", "num_real", "denominators"))
-        if unknown:
-            raise TypeError(
-                f"train_step: `{min(unknown)}` is no keyword of `ja.accumulate`, whose options a "
-                "step takes."
-            )
-        window_fn = accumulate(loss_fn, **window_options)
+        checked = checked_options("train_step", loss_fn, window_options)
+        window_fn = Accumulation(checked, WindowCall)
     argnums = window_fn.options.argnums
     if argnums != 0:
         raise ValueError(f"train_step: `argnums` must be 0, the parameters, got {argnums!r}.")
-    if scales and window_fn.options.skip_nonfinite is None:
+    if scales and window_fn.options.policy is None:
         return window_fn.having(skip_nonfinite=faults.WINDOW)
     return window_fn
 

@@ -1,10 +1,9 @@
 """The checked arguments of a window: the options of the factory, the keywords of the call."""
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,46 +12,48 @@ import numpy as np
 from jaxaccum.core import checks, faults
 from jaxaccum.numerics import accumulators
 
-Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The checked keywords of `accumulate`; see there."""
+    """The checked keywords of `accumulate`, with their defaults; see there.
+
+    Their order is that of `help`. Where there is no default it is `None` until it is checked.
+    """
 
     function: str
     loss_fn: Callable[..., Any]
     num_microbatches: int | None
     microbatch_size: int | None
-    accumulator: accumulators.Accumulator
     argnums: int | Sequence[int] = 0
     batch_argnums: int | Sequence[int] | None = None
     has_aux: bool = False
-    skip_nonfinite: str | None = None  # what is left out, by its name in `faults`
-    grad_reducers: Any = None
-    unroll: int | bool = 1
     axis_name: Any = None
     spmd_axis_name: Any = None
     reduction: str = "defer"
     param_specs: Any = None
     grad_specs: Any = None
     local_params: Any = None
-    noise_scale: bool = False
+    accumulator: accumulators.Accumulator
+    skip_nonfinite: Any = False
+    grad_reducers: Any = None
     model_state: str | None = None
+    unroll: int | bool = 1
+    noise_scale: bool = False
 
-    def positional(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, ...]:
-        """The positional arguments of a call; see the function of this name."""
-        return positional(self.function, args, inputs, self.batch_argnums)
+    @property
+    def policy(self) -> str | None:
+        """What is left out, by its name in `faults`; `None` for nothing."""
+        return faults.policy(self.function, self.skip_nonfinite)
 
     @property
     def skips(self) -> bool:
         """Whether single micro-batches are left out."""
-        return self.skip_nonfinite == faults.MICRO_BATCH
+        return self.policy == faults.MICRO_BATCH
 
     @property
     def drops(self) -> bool:
         """Whether the whole window is."""
-        return self.skip_nonfinite == faults.WINDOW
+        return self.policy == faults.WINDOW
 
 
 class Given(NamedTuple):
@@ -63,74 +64,6 @@ class Given(NamedTuple):
     denominators: Any = None
     loss_scale: Any = None
     model_state: Any = None
-
-
-def check_not_of_call(function: str, names: Iterable[str], of_call: Sequence[str]) -> None:
-    """Refuses keywords of a call among those of a factory.
-
-    Raises:
-      TypeError: there is one.
-    """
-    for name in sorted(set(of_call) & set(names)):
-        raise TypeError(
-            f"{function}: `{name}` is a keyword of the call, but came where the function is made. "
-            f"Pass it each time, `f(params, batch, {name}=...)`."
-        )
-
-
-def factory(*of_call: str) -> Callable[[Factory], Factory]:
-    """Makes a factory say of a keyword `of_call` where it belongs."""
-
-    def decorate(fn: Factory) -> Factory:
-        own = inspect.signature(fn).parameters
-
-        @functools.wraps(fn)
-        def factory_fn(*args: Any, **options: Any) -> Any:
-            check_not_of_call(fn.__name__, options.keys() - own.keys(), of_call)
-            return fn(*args, **options)
-
-        return cast(Factory, factory_fn)
-
-    return decorate
-
-
-# In the place of a positional argument that was not given.
-NOTHING: Any = object()
-
-
-def positional(
-    function: str, args: tuple[Any, ...], inputs: dict[str, Any], batch_argnums: Any
-) -> tuple[Any, ...]:
-    """The positional arguments of a call, of which `NOTHING` is none.
-
-    Args:
-      function: the public function's name, for messages.
-      args: what came by position.
-      inputs: what came by a keyword that the call does not have.
-      batch_argnums: those of the factory; `None` where they were not given.
-
-    Raises:
-      TypeError: there are such keywords, those of the factory among them, or there is no batch.
-    """
-    for name in sorted(inputs.keys() & Options.__dataclass_fields__.keys()):
-        raise TypeError(
-            f"{function}: `{name}` is a keyword of where the function is made, but came in the "
-            f"call. Pass it there, `f = ja.{function}(loss_fn, {name}=...)`."
-        )
-    if inputs:
-        names = ", ".join(f"`{key}`" for key in inputs)
-        raise TypeError(
-            f"{function}: the loss function's own arguments are passed by position, got the "
-            f"keywords {names}. Pass a batch as one tree, `f(params, inputs)` with `lambda params, "
-            "inputs: loss_fn(params, **inputs)`; bind options with `functools.partial`."
-        )
-    args = args[:-1] if args[-1] is NOTHING else args
-    if batch_argnums is None and len(args) < 2:
-        raise TypeError(
-            f"{function}: the batch must be an argument of the loss, but only `params` was given. "
-            "Pass it second, `f(params, batch)`; what the loss function closes over cannot be cut."
-        )
-    return args
 
 
 def own_key(options: Options, key: Any, axes: tuple[str, ...]) -> Any:

@@ -1,7 +1,7 @@
 """The window as a function: checked options, the sums for a batch, a loss and its gradients."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,37 +13,30 @@ from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.devices import reduction, shards
 from jaxaccum.numerics import accumulators
 from jaxaccum.window import arguments, cut, spmd
-from jaxaccum.window.arguments import NOTHING, Given, Options
+from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import checked_argnums
 from jaxaccum.window.bound import Bound
 from jaxaccum.window.model_state import check_policy
+from jaxaccum.window.signatures import NOTHING, call_signature, taken
 
 
-class WindowFn:
+class Accumulation:
     """What `accumulate` returns: from a batch to the window's sums; see there."""
 
-    def __init__(self, options: Options):
-        self.options = options
+    bound_fn: type[Bound] = Bound  # what binds the loss of one call
 
-    def having(self, **changes: Any) -> "WindowFn":
+    def __init__(self, options: Options, call: type):
+        self.options, self.call = options, call
+        self.__signature__ = call_signature(call)
+
+    def having(self, **changes: Any) -> "Accumulation":
         """The same window with other options, which must be checked."""
-        return type(self)(dataclasses.replace(self.options, **changes))
+        return type(self)(dataclasses.replace(self.options, **changes), self.call)
 
-    def __call__(
-        self,
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        denominators: Any = None,
-        loss_scale: Any = None,
-        model_state: Any = None,
-        **inputs: Any,
-    ) -> WindowSums:
-        given = Given(key, num_real, denominators, loss_scale, model_state)
-        every = self.options.positional((params, batch, *args), inputs)
-        return window_sums(self.options, every, given)
+    def __call__(self, params: Any, batch: Any = NOTHING, *args: Any, **named: Any) -> WindowSums:
+        every, options = (params, batch, *args), self.options
+        every, given = taken(options.function, every, named, self.call, options.batch_argnums)
+        return window_sums(options, every, given, self.bound_fn)
 
 
 def window_sums(
@@ -70,28 +63,20 @@ def loss_and_grads(options: Options, args: tuple[Any, ...], sums: WindowSums) ->
     return ((window.loss, aux) if beside else window.loss), grads
 
 
-def checked_options(
-    function: str,
-    loss_fn: Any,
-    num_microbatches: Any,
-    microbatch_size: Any,
-    *,
-    accumulator: Any = None,
-    **others: Any,
-) -> Options:
-    """The checked keywords of a factory.
+def checked_options(function: str, loss_fn: Any, given: Mapping[str, Any]) -> Options:
+    """The checked keywords of a factory, of which `given` came.
 
     Raises:
       TypeError: an option has the wrong type.
       ValueError: one has no meaning, alone or beside another.
     """
+    others = dict(given)
     if not callable(loss_fn):
         raise TypeError(
             f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
         )
-    accumulator = accumulators.checked(function, accumulator)
-    if "skip_nonfinite" in others:
-        others["skip_nonfinite"] = faults.policy(function, others["skip_nonfinite"])
+    others["accumulator"] = accumulators.checked(function, others.get("accumulator"))
+    faults.policy(function, others.get("skip_nonfinite", False))
     reduction.names_of(function, "axis_name", others.get("axis_name"))
     reduction.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
     if others.get("axis_name") is not None and others.get("spmd_axis_name") is not None:
@@ -114,8 +99,9 @@ def checked_options(
     if not isinstance(unroll, bool):
         others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)
     others["batch_argnums"] = checked_argnums(function, loss_fn, others.get("batch_argnums"))
-    number, size = cut.check_cut(function, num_microbatches, microbatch_size)
-    return Options(function, loss_fn, number, size, accumulator=accumulator, **others)
+    cuts = "num_microbatches", "microbatch_size"
+    others |= zip(cuts, cut.check_cut(function, *map(others.get, cuts)), strict=True)
+    return Options(function=function, loss_fn=loss_fn, **others)
 
 
 def _like(grad: Any, parameter: Any) -> Any:

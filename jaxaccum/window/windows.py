@@ -1,38 +1,37 @@
 """One window inside a step: `accumulate`, `value_and_grad`, `denominators`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack, overload
 
 import jax
 
-from jaxaccum.numerics import accumulators
-from jaxaccum.window.arguments import NOTHING, Given, factory
+from jaxaccum.window.arguments import Given
 from jaxaccum.window.bound import Counter
-from jaxaccum.window.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
+from jaxaccum.window.options import (
+    AccumulateOptions,
+    DenominatorsCall,
+    DenominatorsOptions,
+    ValueAndGradOptions,
+    WindowCall,
+)
+from jaxaccum.window.protocols import DenominatorsFn, LossFn, SumsFn, WindowFn
+from jaxaccum.window.signatures import batch_fn, factory
+from jaxaccum.window.window_fn import Accumulation, checked_options, loss_and_grads, window_sums
 
 
-@factory(*Given._fields)
+@overload
 def accumulate(
-    loss_fn: Callable[..., Any],
-    *,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    has_aux: bool = False,
-    axis_name: str | Sequence[str] | None = None,
-    spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter"] = "defer",
-    param_specs: Any = None,
-    grad_specs: Any = None,
-    local_params: Any = None,
-    accumulator: accumulators.Accumulator | None = None,
-    skip_nonfinite: bool | Literal["window"] = False,
-    grad_reducers: Any = None,
-    model_state: Literal["sequential", "pooled", "frozen"] | None = None,
-    unroll: int | bool = 1,
-    noise_scale: bool = False,
-) -> WindowFn:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[AccumulateOptions]
+) -> SumsFn: ...
+
+
+@overload
+def accumulate(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[AccumulateOptions]
+) -> SumsFn: ...
+
+
+@factory("accumulate", AccumulateOptions, WindowCall)
+def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
     """Sums gradients, losses and weights over the micro-batches of a batch, undivided.
 
     `grads = sum_k grad(total_k)`, `loss = sum_k total_k`, `weight = sum_k weight_k` over the
@@ -121,51 +120,23 @@ def accumulate(
       >>> print(sums.grads, sums.weight, ja.finalize(sums).grads)
       6.0 3 2.0
     """
-    options = checked_options(
-        "accumulate",
-        loss_fn,
-        num_microbatches,
-        microbatch_size,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        axis_name=axis_name,
-        spmd_axis_name=spmd_axis_name,
-        reduction=reduction,
-        param_specs=param_specs,
-        grad_specs=grad_specs,
-        local_params=local_params,
-        accumulator=accumulator,
-        skip_nonfinite=skip_nonfinite,
-        grad_reducers=grad_reducers,
-        model_state=model_state,
-        unroll=unroll,
-        noise_scale=noise_scale,
-    )
-    return WindowFn(options)
+    return Accumulation(checked_options("accumulate", loss_fn, options), WindowCall)
 
 
-@factory(*Given._fields)
+@overload
 def value_and_grad(
-    loss_fn: Callable[..., Any],
-    *,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    has_aux: bool = False,
-    axis_name: str | Sequence[str] | None = None,
-    spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter"] = "defer",
-    param_specs: Any = None,
-    grad_specs: Any = None,
-    local_params: Any = None,
-    accumulator: accumulators.Accumulator | None = None,
-    skip_nonfinite: bool | Literal["window"] = False,
-    grad_reducers: Any = None,
-    model_state: Literal["sequential", "pooled", "frozen"] | None = None,
-    unroll: int | bool = 1,
-) -> Callable[..., Any]:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[ValueAndGradOptions]
+) -> WindowFn: ...
+
+
+@overload
+def value_and_grad(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[ValueAndGradOptions]
+) -> WindowFn: ...
+
+
+@factory("value_and_grad", ValueAndGradOptions, WindowCall)
+def value_and_grad(loss_fn: LossFn, **options: Any) -> WindowFn:
     """The window's mean loss and its gradient, like `jax.value_and_grad` of the full batch.
 
     `loss = sum_k total_k / sum_k weight_k` and its gradient, for every cut of the batch the same
@@ -210,57 +181,28 @@ def value_and_grad(
       >>> print(loss, grads)
       2.0 2.0
     """
-    options = checked_options(
-        "value_and_grad",
-        loss_fn,
-        num_microbatches,
-        microbatch_size,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        axis_name=axis_name,
-        spmd_axis_name=spmd_axis_name,
-        reduction=reduction,
-        param_specs=param_specs,
-        grad_specs=grad_specs,
-        local_params=local_params,
-        accumulator=accumulator,
-        skip_nonfinite=skip_nonfinite,
-        grad_reducers=grad_reducers,
-        model_state=model_state,
-        unroll=unroll,
-    )
+    checked = checked_options("value_and_grad", loss_fn, options)
 
-    def value_and_grad_fn(
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        denominators: Any = None,
-        loss_scale: Any = None,
-        model_state: Any = None,
-        **inputs: Any,
-    ) -> Any:
-        every = options.positional((params, batch, *args), inputs)
-        given = Given(key, num_real, denominators, loss_scale, model_state)
-        return loss_and_grads(options, every, window_sums(options, every, given))
+    def run_fn(args: tuple[Any, ...], given: Given) -> tuple[Any, Any]:
+        return loss_and_grads(checked, args, window_sums(checked, args, given))
 
-    return value_and_grad_fn
+    return batch_fn(checked, WindowCall, run_fn)
 
 
-@factory("key", "num_real", "model_state")
+@overload
 def denominators(
-    loss_fn: Callable[..., Any],
-    *,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    has_aux: bool = False,
-    axis_name: str | Sequence[str] | None = None,
-    model_state: Literal["sequential", "pooled", "frozen"] | None = None,
-) -> Callable[..., Any]:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[DenominatorsOptions]
+) -> DenominatorsFn: ...
+
+
+@overload
+def denominators(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[DenominatorsOptions]
+) -> DenominatorsFn: ...
+
+
+@factory("denominators", DenominatorsOptions, DenominatorsCall)
+def denominators(loss_fn: LossFn, **options: Any) -> DenominatorsFn:
     """Counts the weights of a loss's terms over a batch, without running the model.
 
     Add the results over several batches, `jax.tree.map(jnp.add, d(params, a), d(params, b))`, and
@@ -293,29 +235,10 @@ def denominators(
       >>> print(d["fit"], d["penalty"])
       4 1.0
     """
-    options = checked_options(
-        "denominators",
-        loss_fn,
-        num_microbatches,
-        microbatch_size,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        axis_name=axis_name,
-        model_state=model_state,
-    )
+    checked = checked_options("denominators", loss_fn, options)
 
-    def denominators_fn(
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        num_real: Any = None,
-        model_state: Any = None,
-        **inputs: Any,
-    ) -> Any:
-        given = Given(key, num_real, model_state=model_state)
-        bound = Counter(options, options.positional((params, batch, *args), inputs), given)
+    def run_fn(args: tuple[Any, ...], given: Given) -> Any:
+        bound = Counter(checked, args, given)
         return jax.tree.unflatten(bound.first_loss().terms, bound.count())
 
-    return denominators_fn
+    return batch_fn(checked, DenominatorsCall, run_fn)

@@ -1,58 +1,51 @@
 """One window whose micro-batches meet: `accumulate`, `value_and_grad`, `denominators`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jaxaccum.core.sums import WindowSums
-from jaxaccum.numerics import accumulators
-from jaxaccum.window.arguments import NOTHING, Given, factory
-from jaxaccum.window.window_fn import WindowFn, checked_options, loss_and_grads, window_sums
+from jaxaccum.window.arguments import Given
+from jaxaccum.window.options import KeyCall
+from jaxaccum.window.protocols import LossFn
+from jaxaccum.window.signatures import batch_fn, factory
+from jaxaccum.window.window_fn import Accumulation, checked_options, loss_and_grads, window_sums
 from jaxaccum.window_axis.bound import AxisBound, AxisOptions
+from jaxaccum.window_axis.options import (
+    AxisCall,
+    AxisDenominatorsFn,
+    AxisDenominatorsOptions,
+    AxisSumsFn,
+    AxisWindowFn,
+    AxisWindowOptions,
+)
 
 
-class AxisWindowFn(WindowFn):
+class AxisAccumulation(Accumulation):
     """What `accumulate` returns: from a batch to the window's sums; see there."""
 
-    options: AxisOptions
-
-    def __call__(
-        self,
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        denominators: Any = None,
-        loss_scale: Any = None,
-        **inputs: Any,
-    ) -> WindowSums:
-        given = Given(key, denominators=denominators, loss_scale=loss_scale)
-        every = self.options.positional((params, batch, *args), inputs)
-        return window_sums(self.options, every, given, AxisBound)
+    bound_fn = AxisBound
 
 
-@factory("key", "denominators", "loss_scale")
+@overload
 def accumulate(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[AxisWindowOptions]
+) -> AxisSumsFn: ...
+
+
+@overload
+def accumulate(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[AxisWindowOptions]
+) -> AxisSumsFn: ...
+
+
+@factory("window_axis.accumulate", AxisWindowOptions, AxisCall)
+def accumulate(
+    loss_fn: LossFn,
     *,
     window_axis_name: str = "window",
     storage: Literal["store", "recompute"] = "store",
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    has_aux: bool = False,
-    axis_name: str | Sequence[str] | None = None,
-    spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter"] = "defer",
-    param_specs: Any = None,
-    grad_specs: Any = None,
-    local_params: Any = None,
-    accumulator: accumulators.Accumulator | None = None,
-    skip_nonfinite: Literal[False, "window"] = False,
-    unroll: int | bool = 1,
-) -> AxisWindowFn:
+    **options: Any,
+) -> AxisSumsFn:
     """Sums gradients, losses and weights of micro-batches that meet in collectives, undivided.
 
     `loss_fn`, or any layer in it, may use `psum`, `pmean`, `all_gather`, `pmax`, `axis_index`, …
@@ -99,51 +92,31 @@ def accumulate(
       >>> print(ja.finalize(f(jnp.float32(1), jnp.array([1.0, 2.0, 3.0, 6.0]))).loss)
       3.5
     """
-    return AxisWindowFn(
-        _options(
-            "window_axis.accumulate",
-            loss_fn,
-            window_axis_name,
-            storage,
-            num_microbatches=num_microbatches,
-            microbatch_size=microbatch_size,
-            argnums=argnums,
-            batch_argnums=batch_argnums,
-            has_aux=has_aux,
-            axis_name=axis_name,
-            spmd_axis_name=spmd_axis_name,
-            reduction=reduction,
-            param_specs=param_specs,
-            grad_specs=grad_specs,
-            local_params=local_params,
-            accumulator=accumulator,
-            skip_nonfinite=skip_nonfinite,
-            unroll=unroll,
-        )
+    return AxisAccumulation(
+        _checked("window_axis.accumulate", loss_fn, window_axis_name, storage, options), AxisCall
     )
 
 
-@factory("key", "denominators", "loss_scale")
+@overload
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[AxisWindowOptions]
+) -> AxisWindowFn: ...
+
+
+@overload
+def value_and_grad(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[AxisWindowOptions]
+) -> AxisWindowFn: ...
+
+
+@factory("window_axis.value_and_grad", AxisWindowOptions, AxisCall)
+def value_and_grad(
+    loss_fn: LossFn,
     *,
     window_axis_name: str = "window",
     storage: Literal["store", "recompute"] = "store",
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    has_aux: bool = False,
-    axis_name: str | Sequence[str] | None = None,
-    spmd_axis_name: str | Sequence[str] | None = None,
-    reduction: Literal["defer", "scatter"] = "defer",
-    param_specs: Any = None,
-    grad_specs: Any = None,
-    local_params: Any = None,
-    accumulator: accumulators.Accumulator | None = None,
-    skip_nonfinite: Literal[False, "window"] = False,
-    unroll: int | bool = 1,
-) -> Callable[..., Any]:
+    **options: Any,
+) -> AxisWindowFn:
     """The mean loss of a window whose micro-batches meet, and its gradient.
 
     `loss = sum_k total_k / sum_k weight_k` and its gradient, where the micro-batches `k` run as
@@ -186,54 +159,30 @@ def value_and_grad(
       >>> print(loss, grads)
       3.5 7.0
     """
-    options = _options(
-        "window_axis.value_and_grad",
-        loss_fn,
-        window_axis_name,
-        storage,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        axis_name=axis_name,
-        spmd_axis_name=spmd_axis_name,
-        reduction=reduction,
-        param_specs=param_specs,
-        grad_specs=grad_specs,
-        local_params=local_params,
-        accumulator=accumulator,
-        skip_nonfinite=skip_nonfinite,
-        unroll=unroll,
-    )
+    checked = _checked("window_axis.value_and_grad", loss_fn, window_axis_name, storage, options)
 
-    def value_and_grad_fn(
-        params: Any,
-        batch: Any = NOTHING,
-        *args: Any,
-        key: Any = None,
-        denominators: Any = None,
-        loss_scale: Any = None,
-        **inputs: Any,
-    ) -> Any:
-        every = options.positional((params, batch, *args), inputs)
-        given = Given(key, denominators=denominators, loss_scale=loss_scale)
-        return loss_and_grads(options, every, window_sums(options, every, given, AxisBound))
+    def run_fn(args: tuple[Any, ...], given: Given) -> tuple[Any, Any]:
+        return loss_and_grads(checked, args, window_sums(checked, args, given, AxisBound))
 
-    return value_and_grad_fn
+    return batch_fn(checked, AxisCall, run_fn)
 
 
+@overload
 def denominators(
-    loss_fn: Callable[..., Any],
-    *,
-    window_axis_name: str = "window",
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    has_aux: bool = False,
-    axis_name: str | Sequence[str] | None = None,
-) -> Callable[..., Any]:
+    loss_fn: LossFn, *, num_microbatches: int, **options: Unpack[AxisDenominatorsOptions]
+) -> AxisDenominatorsFn: ...
+
+
+@overload
+def denominators(
+    loss_fn: LossFn, *, microbatch_size: int, **options: Unpack[AxisDenominatorsOptions]
+) -> AxisDenominatorsFn: ...
+
+
+@factory("window_axis.denominators", AxisDenominatorsOptions, KeyCall)
+def denominators(
+    loss_fn: LossFn, *, window_axis_name: str = "window", **options: Any
+) -> AxisDenominatorsFn:
     """Counts the weights of a loss whose micro-batches meet, without running the model.
 
     As `ja.denominators`, with collectives over the window's axis in what is counted.
@@ -264,31 +213,17 @@ def denominators(
       >>> print(d(jnp.float32(1), jnp.array([1.0, 2.0, 1.0, 6.0])))
       4
     """
-    options = _options(
-        "window_axis.denominators",
-        loss_fn,
-        window_axis_name,
-        "store",
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        has_aux=has_aux,
-        axis_name=axis_name,
-    )
+    checked = _checked("window_axis.denominators", loss_fn, window_axis_name, "store", options)
 
-    def denominators_fn(
-        params: Any, batch: Any = NOTHING, *args: Any, key: Any = None, **inputs: Any
-    ) -> Any:
-        every = options.positional((params, batch, *args), inputs)
-        bound = AxisBound(options, every, Given(key))
+    def run_fn(args: tuple[Any, ...], given: Given) -> Any:
+        bound = AxisBound(checked, args, given)
         return jax.tree.unflatten(bound.first_loss().terms, bound.count())
 
-    return denominators_fn
+    return batch_fn(checked, KeyCall, run_fn)
 
 
-def _options(
-    function: str, loss_fn: Any, window_axis_name: Any, storage: Any, **others: Any
+def _checked(
+    function: str, loss_fn: Any, window_axis_name: Any, storage: Any, given: dict[str, Any]
 ) -> AxisOptions:
-    options = vars(checked_options(function, loss_fn, **others))
+    options = vars(checked_options(function, loss_fn, given))
     return AxisOptions(**options, window_axis_name=window_axis_name, storage=storage)
