@@ -796,7 +796,7 @@ def test_what_has_no_meaning_here_is_no_option():
         with pytest.raises(TypeError, match=f"`{name}` has no meaning here"):
             ja.window_axis.accumulate(loss_psum, num_microbatches=2, **{name: None})
     for name in ("window_axis_name", "storage"):
-        with pytest.raises(TypeError, match=f"`{name}` has no meaning here"):
+        with pytest.raises(TypeError, match=f"`{name}` is none of its options"):
             ja.accumulate(loss_psum, num_microbatches=2, **{name: None})
 
 

@@ -34,7 +34,7 @@ def multi_steps(
     mean_args: Sequence[str] = ("value",),
     grad_args: Sequence[str] = ("grad",),
     normalize: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+) -> MultiSteps:
     """Runs `inner` once per window of `every` micro-steps, on the window's mean gradient.
 
     A micro-step adds `grad_sum` and `weight` to the state and returns updates that change no bit.

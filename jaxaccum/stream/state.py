@@ -1,7 +1,7 @@
 """The state of `multi_steps`, and what can be asked of it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +91,33 @@ _OTHERS = (
 )
 
 
+class InitFn(Protocol):
+    """From the parameters to the state of a `multi_steps`."""
+
+    def __call__(self, params: Any) -> MultiStepsState: ...
+
+
+class UpdateFn(Protocol):
+    """From the sums of a micro-step to updates and a new state; see `multi_steps`."""
+
+    def __call__(
+        self,
+        updates: Any,
+        state: MultiStepsState,
+        params: Any = None,
+        *,
+        weight: Any = None,
+        flush: bool = False,
+        **extra_args: Any,
+    ) -> tuple[Any, MultiStepsState]: ...
+
+
 class MultiSteps(optax.GradientTransformationExtraArgs):
     """What `multi_steps` returns."""
 
     __slots__ = ()
+    init: InitFn
+    update: UpdateFn
 
 
 def check_no_window(function: str, name: str, value: Any) -> None:
