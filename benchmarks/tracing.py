@@ -1,7 +1,8 @@
 """What a window costs before it runs: tracing and lowering a model of many leaves.
 
 Each side is traced and lowered with cold caches, in turns, and stands beside
-`jax.value_and_grad` of the full batch (for a window) or beside the optimizer alone (for a stream).
+`jax.value_and_grad` of the full batch (for a window), beside that with the optimizer (for a
+`train_step`), or beside the optimizer alone (for a stream).
 Read the processor's time: tracing uses one core.
 
     python benchmarks/tracing.py > tracing.jsonl
@@ -35,10 +36,16 @@ def main() -> None:
         }.items():
             window = ja.value_and_grad(loss_fn, num_microbatches=K, **options)
             sides[name] = lower(window, params, batch)
-        sides["optimizer"] = update(optax.adamw(1e-3), params)
-        sides["stream"] = update(ja.multi_steps(optax.adamw(1e-3), K), params)
+        inner = optax.adamw(1e-3)
+        init, step = ja.train_step(loss_fn, inner, num_microbatches=K)
+        sides["full batch and optimizer"] = lower(
+            functools.partial(full_step, inner), params, inner.init(params), batch
+        )
+        sides["train_step"] = lower(step.__wrapped__, params, init(params), batch)
+        sides["optimizer"] = update(inner, params)
+        sides["stream"] = update(ja.multi_steps(inner, K), params)
         over = {name: "jax.value_and_grad" for name in sides if name.startswith("window")}
-        over["stream"] = "optimizer"
+        over |= {"train_step": "full batch and optimizer", "stream": "optimizer"}
         report.comparison(f"{leaves:,} leaves, K={K}", sides, over=over, rounds=args.rounds)
 
 
@@ -51,6 +58,13 @@ def loss_fn(params: list[jax.Array], batch: jax.Array) -> ja.Mean:
 
 def full_batch(params: list[jax.Array], batch: jax.Array) -> Any:
     return jax.value_and_grad(lambda params: loss_fn(params, batch).value)(params)
+
+
+def full_step(tx: Any, params: list[jax.Array], state: Any, batch: jax.Array) -> Any:
+    """A step without a window."""
+    loss, grads = full_batch(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
 
 
 def update(tx: Any, params: list[jax.Array]) -> Callable[[], Any]:

@@ -219,7 +219,7 @@ class Traced:
 
 @pytest.mark.parametrize("skip", [False, True, "window"])
 def test_an_optimizer_is_traced_once_for_a_step_and_for_a_call_of_a_stream(skip):
-    params = {"w": jnp.ones(3)}
+    params = {"w": jnp.ones(3), "weakly typed": jnp.full(3, 1.0)}
     inner = Traced(optax.with_extra_args_support(optax.adam(0.1)))
     init, step = ja.train_step(
         lambda p, x: ja.mean(x @ p["w"]), inner, num_microbatches=2, skip_nonfinite=skip

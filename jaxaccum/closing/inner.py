@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -116,6 +116,11 @@ def tried(update_fn: Callable[..., Any], *args: Any, offers: bool) -> Trial:
         except TypeError:
             pass
     return trial(False)
+
+
+def strong(arrays: Sequence[Any]) -> list[jax.Array]:
+    """The arrays without weak types, as the sums of gradients are."""
+    return [jax.lax.convert_element_type(x, jnp.asarray(x).dtype) for x in arrays]
 
 
 def _traces(fn: Any) -> bool:

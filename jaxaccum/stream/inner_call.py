@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxaccum.closing.inner import Trial, tried
+from jaxaccum.closing.inner import Trial, strong, tried
 from jaxaccum.closing.leaves import differentiated, each, fill, hide, still, whole_again
 from jaxaccum.core import programs
 from jaxaccum.core.mean import Mean
@@ -109,7 +109,7 @@ class InnerCall(NamedTuple):
         def updates_of(offering: bool, *args: Any) -> Any:
             return run(zeros(self.offered if offering else self.asked), *args)[0]
 
-        args = self.leaves.grads, inner_state, self.params
+        args = strong(self.leaves.grads), inner_state, self.params
         trial = tried(updates_of, *args, offers=flush or self.offered != self.asked)
         if trial.takes_offers and not flush:
             program = programs.stage(run, zeros(self.offered), *args)

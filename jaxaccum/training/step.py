@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxaccum.closing.handover import APPLIED, find_homes, hand_over, own_buffer
-from jaxaccum.closing.inner import in_one_precision, sees_every_window, tried
+from jaxaccum.closing.inner import in_one_precision, sees_every_window, strong, tried
 from jaxaccum.closing.leaves import is_none, still
 from jaxaccum.closing.ledger import Outcome, account, count_if
 from jaxaccum.core import checks, faults
@@ -307,7 +307,11 @@ def _updated(
     # Their types are those that the updates have for gradients in the parameters' own types.
     operands = (loss, trainable)
     trial = tried(
-        lambda *args: run(*args)[0], jax.tree.leaves(trainable), inner_state, operands, offers=True
+        lambda *args: run(*args)[0],
+        strong(jax.tree.leaves(trainable)),
+        inner_state,
+        operands,
+        offers=True,
     )
 
     def inner_fn(*args: Any) -> tuple[Any, Any, int]:
