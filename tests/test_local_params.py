@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxaccum as ja
+from jaxaccum import norms
 
 AXES = ("data", "expert")
 SPECS = {"own": P("expert"), "shared": P()}
@@ -294,6 +295,61 @@ def test_a_step_moves_each_expert_by_its_own_gradient(route):
     want = answer(params, batch, ONE_TERM)
     np.testing.assert_allclose(loss, want[0], rtol=2e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), grads, want[1])
+
+
+@CHECKED
+def test_the_norm_of_a_step_and_clipping_by_it_are_those_of_the_whole(check_vma):
+    """A parameter of each kind on eight devices: an expert's own, in parts, shared."""
+    rng, axes = np.random.default_rng(1), ("data", "expert")
+    params = {
+        "own": rng.normal(size=(2, 3)),
+        "parts": rng.normal(size=(8, 3)),
+        "all": np.ones((1, 3)),
+    }
+    params = jax.tree.map(jnp.float32, params)
+    batch = jnp.asarray(rng.normal(size=(16, 3)), jnp.float32)
+    lies = {"own": P("expert"), "parts": P(axes), "all": P()}
+
+    def rows(params, own, x):
+        return jnp.sum(x * params["all"] * own + params["parts"].sum(0, keepdims=True), axis=1) ** 2
+
+    def updated(tx):
+        init, step = ja.train_step(
+            lambda params, x: ja.mean(rows(params, params["own"], x)),
+            optax.chain(tx, optax.sgd(1.0)),
+            num_microbatches=2,
+            axis_name=axes,
+            local_params=lies | {"parts": None},
+            param_specs=lies | {"own": None},
+            donate=False,
+        )
+
+        def stepped(params, x):
+            new, _, info = step(params, init(params), x)
+            return new, info.grad_norm
+
+        return jax.jit(
+            jax.shard_map(
+                stepped,
+                mesh=jax.make_mesh((4, 2), axes, axis_types=(AxisType.Auto,) * 2),
+                in_specs=(lies, P(axes)),
+                out_specs=(lies, P()),
+                check_vma=check_vma,
+            )
+        )(params, batch)
+
+    of_row = np.arange(16) // 2 % 2
+    grads = jax.grad(lambda p: jnp.mean(rows(p, p["own"][of_row], batch)))(params)
+    want = optax.tree.norm(grads)
+    new, norm = updated(norms.clip_by_global_norm(0.5, lies))
+    np.testing.assert_allclose(norm, want, rtol=2e-6)
+    for name, grad in grads.items():
+        moved = params[name] - new[name]
+        np.testing.assert_allclose(moved, grad * 0.5 / want, rtol=2e-6, atol=5e-7)
+    if check_vma:  # only types tell it
+        words = r"`params\['all'\]` differs over \['data', 'expert'\].*`jaxaccum.norms.clip_by"
+        with pytest.raises(ValueError, match=words):
+            updated(optax.clip_by_global_norm(0.5))
 
 
 @pytest.mark.parametrize("skip", [False, True, "window"])

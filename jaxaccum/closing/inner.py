@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxaccum.closing.leaves import fill, hide, is_none, trained, unchanged
-from jaxaccum.core import programs
+from jaxaccum.core import compat, programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
 from jaxaccum.core.sums import WindowSums
@@ -116,6 +116,30 @@ def tried(update_fn: Callable[..., Any], *args: Any, offers: bool) -> Trial:
         except TypeError:
             pass
     return trial(False)
+
+
+def check_shared(function: str, types: Any, params: Any, axes: Sequence[str]) -> None:
+    """Refuses an optimizer that moves a parameter apart on devices which share it.
+
+    Args:
+      function: the public function's name, for messages.
+      types: the tree of the updates' abstract values.
+      params: the parameters that they are of.
+      axes: the axes of the window; only where replication is checked types tell.
+    """
+    if not axes or jax.tree.structure(types) != jax.tree.structure(params):
+        return
+    pairs = zip(jax.tree.leaves(types), jax.tree_util.tree_leaves_with_path(params), strict=True)
+    for update, (path, param) in pairs:
+        apart = sorted((compat.varying_axes(update) - compat.varying_axes(param)) & set(axes))
+        if apart:
+            raise ValueError(
+                f"{function}: the optimizer's update of `params{jax.tree_util.keystr(path)}` "
+                f"differs over {apart}, where the parameter is the same: it is made of something "
+                "that is each device's own, such as the norm of gradients in parts. Clip with "
+                "`jaxaccum.norms.clip_by_global_norm(max_norm, specs)`, which takes the norm of "
+                "the whole."
+            )
 
 
 def strong(arrays: Sequence[Any]) -> list[jax.Array]:

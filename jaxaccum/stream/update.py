@@ -16,7 +16,7 @@ from jaxaccum.closing.handover import (
     hand_over,
     own_buffer,
 )
-from jaxaccum.closing.inner import sees_every_window
+from jaxaccum.closing.inner import check_shared, sees_every_window
 from jaxaccum.closing.leaves import differentiated, no_update, trained
 from jaxaccum.closing.ledger import Ledger, Outcome, account, count_if
 from jaxaccum.core import checks, faults
@@ -130,6 +130,7 @@ class Stream:
             own,
         )
         run = run.tried(state.inner_state, reduction.without(axes, own), flush=flush)
+        check_shared("multi_steps", run.trial.types, run.params, axes)
         if bare and flush:  # no window is ever open
             nothing = run.whole(jax.tree.map(no_update, run.trial.types))
             return nothing, state._replace(updated=jnp.zeros((), jnp.bool_))

@@ -55,7 +55,8 @@ class StepInfo(NamedTuple):
     Attributes:
       loss: the window's mean loss; nan where nothing was counted.
       weight: the window's weight; a scalar, or the loss's tree of them.
-      grad_norm: the global norm of the mean gradient, before any clipping.
+      grad_norm: the global norm of the mean gradient, before any clipping; of the whole one, where
+        parameters or gradients are in parts.
       num_microbatches: the micro-batches of the window.
       num_skipped: the micro-batches that were left out.
       updated: whether an optimizer step was applied; false for a window in which nothing counts.

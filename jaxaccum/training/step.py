@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxaccum import norms
 from jaxaccum.closing.handover import APPLIED, find_homes, hand_over, own_buffer
-from jaxaccum.closing.inner import in_one_precision, sees_every_window, strong, tried
+from jaxaccum.closing.inner import check_shared, in_one_precision, sees_every_window, strong, tried
 from jaxaccum.closing.leaves import is_none, still
 from jaxaccum.closing.ledger import Outcome, account, count_if
 from jaxaccum.core import checks, faults
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.reducers import Sum
 from jaxaccum.core.sums import Window, WindowSums, finalize, is_empty
+from jaxaccum.devices import reduction
 from jaxaccum.diagnostics.gradient_noise import noise_scale
 from jaxaccum.numerics import loss_scaling, weights
 from jaxaccum.stream.state import check_no_window
@@ -148,6 +150,11 @@ class _Training:
         """How the gradients are combined, where not all are sums."""
         return self.window_fn.options.grad_reducers
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The manual mesh axes of the window."""
+        return reduction.names_of("train_step", "axis_name", self.window_fn.options.axis_name)
+
     def init(self, params: Any, model_state: Any = None) -> StepState:
         check_given("train_step", self.window_fn.options.model_state, model_state)
         checks.arrays("train_step", params, name="params")
@@ -183,7 +190,7 @@ class _Training:
             applying = jnp.ones_like(applying)
         applying = applying & ~stopped
         updates, inner_state = _updated(
-            self.inner, applying, grads, window.loss, trainable, state.inner_state
+            self.inner, applying, grads, window.loss, trainable, state.inner_state, self.axes
         )
         new_params = jax.tree.map(
             lambda new, old, value: _replaced(old, value, applying) if new is None else new,
@@ -224,7 +231,7 @@ class _Training:
         return StepInfo(
             loss=window.loss,
             weight=window.weight,
-            grad_norm=optax.tree.norm(grads),
+            grad_norm=norms.of_window(grads, self.window_fn.options),
             num_microbatches=window.num_microbatches,
             num_skipped=window.num_skipped,
             updated=updated,
@@ -291,7 +298,13 @@ def _window_fn(loss_fn: Any, window_options: dict[str, Any], *, scales: bool) ->
 
 
 def _updated(
-    inner: Any, applying: jax.Array, grads: Any, loss: Any, trainable: Any, inner_state: Any
+    inner: Any,
+    applying: jax.Array,
+    grads: Any,
+    loss: Any,
+    trainable: Any,
+    inner_state: Any,
+    axes: Sequence[str],
 ) -> tuple[Any, Any]:
     """Updates and inner state of an optimizer step, taken where `applying`."""
     structure, sums = jax.tree.structure(grads), jax.tree.leaves(grads)
@@ -313,6 +326,8 @@ def _updated(
         operands,
         offers=True,
     )
+
+    check_shared("train_step", trial.types, trainable, axes)
 
     def inner_fn(*args: Any) -> tuple[Any, Any, int]:
         updates, inner_state = run(trial.takes_offers, *args)

@@ -76,9 +76,8 @@ def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
         parameters with `PartitionSpec` leaves. `loss_fn` sees its own, and its gradient is not
         summed over the axes named there, while weights are. A parameter that is typed as different
         over an axis of the window is refused where neither this nor `param_specs` says why; with
-        `check_vma=False` and in `pmap` types say nothing, and it must be named here. Inside
-        `shard_map` the norm of all gradients, as in clipping, is then each device's own; under
-        `spmd_axis_name` it is that of the whole.
+        `check_vma=False` and in `pmap` types say nothing, and it must be named here. Clip
+        by a norm of all gradients with `jaxaccum.norms` then.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
         loss, gradient or new model state is not finite; the window is shorter by it. "window"
