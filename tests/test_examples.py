@@ -109,3 +109,15 @@ def test_batch_norm(tmp_path):
     pytest.importorskip("sklearn")
     output = run("batch_norm.py", "--quick", cwd=tmp_path)
     assert "OK: over the window's axis, batch normalisation is that of the full batch" in output
+
+
+@pytest.mark.slow  # `.ci/run` runs it by itself
+def test_bert_finetune(tmp_path):
+    pytest.importorskip("grain")
+    pytest.importorskip("tokenizers")
+    output = run("bert_finetune.py", "--quick", cwd=tmp_path)
+    assert "OK: an effective batch of 32, to rounding, in the memory of 4" in output
+    rows = [line.split() for line in output.splitlines() if line.endswith("MiB")]
+    (*_, true, true_memory, _), (*_, window, memory, _) = rows
+    assert abs(float(true.strip("%")) - float(window.strip("%"))) < 2
+    assert float(memory) < 0.5 * float(true_memory)
