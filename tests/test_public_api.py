@@ -124,7 +124,7 @@ SUBMODULES = {
 }
 # What each function that a factory returns must accept.
 RETURNED = {
-    "accumulate": ["key", "num_real", "denominators", "loss_scale", "model_state"],
+    "accumulate": ["key", "num_real", "denominators", "loss_scale", "model_state", "into"],
     "value_and_grad": ["key", "num_real", "denominators", "loss_scale", "model_state"],
     "denominators": ["key", "num_real", "model_state"],
     "microbatch": ["key", "num_real"],

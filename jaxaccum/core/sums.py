@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.core import checks
-from jaxaccum.core.agreement import check_merge
+from jaxaccum.core.agreement import Pair
 from jaxaccum.core.leaves import leafwise
 from jaxaccum.core.mean import Mean, add, as_float, divide, pool, quotient
 from jaxaccum.core.noise import NoiseSums
@@ -186,8 +187,35 @@ def merge(a: Any, b: Any, *more: Any) -> Any:
 
 
 def _merge(a: WindowSums, b: WindowSums) -> WindowSums:
-    check_merge(a, b)
-    merged = _each(_methods("merge", a.reducers), a, b)
+    Pair(a, b).check()
+    return _added(a, b)
+
+
+def continued(
+    function: str, into: WindowSums, sums: WindowSums, held: Sequence[bool]
+) -> WindowSums:
+    """`merge(into, sums)` for a `function` that went on from `into`.
+
+    Args:
+      function: the public function's name, for messages.
+      into: what was there before.
+      sums: what is added to it, of the same types.
+      held: which of the first leaves of `sums`, its gradients, hold those of `into` already.
+
+    Raises:
+      ValueError: they do not add up.
+    """
+    pair = Pair(into, sums, function, "into", "the sums of this call")
+    pair.check()
+    pair.check_types()
+    return _added(into, sums, held)
+
+
+def _added(a: WindowSums, b: WindowSums, held: Sequence[bool] = ()) -> WindowSums:
+    """The merged sums; of `b`, the flagged ones of the first leaves are those of both already."""
+    merges = _methods("merge", a.reducers)
+    merges[: len(held)] = [_later if h else m for h, m in zip(held, merges, strict=False)]
+    merged = _each(merges, a, b)
     ran = b.num_microbatches > 0  # what did not run is not the last
 
     def last(reducer: Reducer, new: Any, old: Any) -> Any:
@@ -195,6 +223,10 @@ def _merge(a: WindowSums, b: WindowSums) -> WindowSums:
         return jnp.where(ran, new, old) if latest else new
 
     return jax.tree.map(last, a.reducers, merged, a)
+
+
+def _later(a: Any, b: Any) -> Any:
+    return b
 
 
 def finalize(sums: WindowSums) -> Window:

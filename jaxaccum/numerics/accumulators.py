@@ -42,12 +42,12 @@ class _Plain(Accumulator):
     dtype: Any
 
     def empty(self, aval: Any) -> jax.Array:
-        return compat.filled(aval, self._carried(aval.dtype))
+        return compat.filled(aval, self.carried(aval.dtype))
 
     def start(self, value: jax.Array) -> jax.Array:
-        return value.astype(self._carried(value.dtype))
+        return value.astype(self.carried(value.dtype))
 
-    def _carried(self, dtype: Any) -> Any:
+    def carried(self, dtype: Any) -> Any:
         inexact = jnp.issubdtype(dtype, jnp.inexact)
         return dtypes.promote(wide(dtype), self.dtype) if inexact else wide(dtype)
 
@@ -123,6 +123,11 @@ def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = a + b
     b_part = total - a
     return total, (a - (total - b_part)) + (b - b_part)
+
+
+def sum_dtype(reducer: Any, dtype: Any) -> Any:
+    """The dtype in which one array sums gradients of `dtype`; `None` where none does."""
+    return reducer.carried(dtype) if isinstance(reducer, _Plain) else None
 
 
 def join(a: Any, b: Any) -> Any:

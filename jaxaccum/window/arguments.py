@@ -64,6 +64,7 @@ class Given(NamedTuple):
     denominators: Any = None
     loss_scale: Any = None
     model_state: Any = None
+    into: Any = None
 
 
 def own_key(options: Options, key: Any, axes: tuple[str, ...]) -> Any:

@@ -15,7 +15,7 @@ from jaxaccum.core.reducers import Addition, Kept, Reducers, reducers_of_sums
 from jaxaccum.core.sums import WindowSums, cleared, kept_if
 from jaxaccum.devices import local_values, reduction
 from jaxaccum.numerics import loss_scaling
-from jaxaccum.window import arguments, cut
+from jaxaccum.window import arguments, cut, into
 from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import Batch
 from jaxaccum.window.gradients import Differentiated
@@ -72,8 +72,27 @@ class Bound:
                 name, options.model_state, given.model_state, self.varied, self.axes
             )
         self.last_state: list[Any] | None = None
+        self.start = self._start()
         self._losses: dict[int, Loss] = {}
         self._gradients: dict[int, LossGradient] = {}
+
+    def _start(self) -> list[Any]:
+        """What the gradients' sums begin with; nothing where those given are added afterwards."""
+        sums, denominators = self.given.into, jax.tree.leaves(self.given.denominators)
+        # What may be left out as a whole, or cleared, or scaled, has to stay apart.
+        apart = self.options.drops or self.scattering or self.scale is not None
+        traced = any(isinstance(d, jax.core.Tracer) for d in denominators)
+        if sums is None or apart or traced or not self.differentiates:
+            return []
+        return into.begin(
+            self.options.function,
+            sums,
+            self.tree,
+            own=self.own,
+            shards=self.grad_shards,
+            axes=self.axes,
+            varied=self.varied,
+        )
 
     def _gathered(self, index: Any = None) -> list[jax.Array]:
         """Whole parameters; with a micro-step's `index`, gathered in that micro-step."""
@@ -273,8 +292,10 @@ class Bound:
         """The fold of `_local`; `seeds` multiply each term's gradient, `None` is 1."""
         micro_step = MicroStep(self, self.first_loss().pack(seeds), kept)
         if self.state is None or not self.state.threads:
-            return self.fold(micro_step, MicroStep.reducers)
-        (sums, finite), last = self.fold(micro_step, MicroStep.reducers, self.state.leaves)
+            return self.fold(micro_step, MicroStep.reducers, start=self.start)
+        (sums, finite), last = self.fold(
+            micro_step, MicroStep.reducers, self.state.leaves, start=self.start
+        )
         own = self.state.of_device(last, sums.num_microbatches)
         self.last_state = last
         return dataclasses.replace(sums, model_state=own), finite
@@ -312,17 +333,39 @@ class Bound:
             # Known when tracing, so that a stream over devices need not ask how many there were.
             none: Any = np.zeros((), np.int32)
             sums = dataclasses.replace(sums, num_skipped=none)
+        folded = sums.grads
         sums = cleared(sums)
-        if not self.options.drops:
-            return sums
-        start = self.state and self.state.start
-        good = sums.is_finite(start)
-        # Where a device holds but a part of some sums, all must agree.
-        if any(self.grad_shards) or any(self.own) or any(self.tree.rows):
-            good = reduction.agree(good, self.axes)
-        return kept_if(good, sums, start)
+        if self.options.drops:
+            start = self.state and self.state.start
+            good = sums.is_finite(start)
+            # Where a device holds but a part of some sums, all must agree.
+            if any(self.grad_shards) or any(self.own) or any(self.tree.rows):
+                good = reduction.agree(good, self.axes)
+            sums = kept_if(good, sums, start)
+        return self._onto(sums, folded, reducers)
 
-    def fold(self, micro_fn: Any, reducers_fn: Any, thread: Any = None) -> Any:
+    def _onto(self, sums: WindowSums, folded: Any, reducers: Sequence[Any]) -> WindowSums:
+        """`sums`, added to those that were given; `folded` are the gradients as the fold left them.
+
+        Where these went on from given ones they are taken as they are: nothing was added to them
+        where nothing counts.
+        """
+        if self.given.into is None:
+            return sums
+        begun = [x is not None for x in self.start]
+        begun += [False] * (len(reducers) - len(begun))
+        flags, _ = self.tree.gradients(begun, list(reducers))
+        held = [flag is True for flag in jax.tree.leaves(flags)]
+        leaves, tree = jax.tree.flatten(sums.grads)
+        pairs = zip(held, leaves, jax.tree.leaves(folded), strict=True)
+        grads = jax.tree.unflatten(tree, [f if h else x for h, x, f in pairs])
+        return into.onto(
+            self.options.function, self.given.into, dataclasses.replace(sums, grads=grads), held
+        )
+
+    def fold(
+        self, micro_fn: Any, reducers_fn: Any, thread: Any = None, start: Sequence[Any] = ()
+    ) -> Any:
         return fold(
             micro_fn,
             self.batch.leaves,
@@ -331,6 +374,7 @@ class Bound:
             num_real=self.num_real,
             unroll=self.options.unroll,
             thread=thread,
+            start=start,
             function=self.options.function,
         )
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 import jax
 from jax.typing import ArrayLike
 
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.numerics import accumulators
 
 
@@ -123,7 +124,17 @@ class StateCall(TypedDict, total=False):
 
 
 class WindowCall(GradCall, StateCall, total=False):
-    """Those of what `ja.accumulate` and `ja.value_and_grad` return."""
+    """Those of what `ja.value_and_grad` returns."""
+
+
+class IntoCall(TypedDict, total=False):
+    """What a call takes that hands out its sums."""
+
+    into: WindowSums | None
+
+
+class SumsCall(WindowCall, IntoCall, total=False):
+    """Those of what `ja.accumulate` returns."""
 
 
 class DenominatorsCall(MapCall, StateCall, total=False):

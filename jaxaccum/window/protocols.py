@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeAlias, Unpack
 
 from jaxaccum.core.mean import Mean
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.window.options import DenominatorsCall, MapCall, WindowCall
+from jaxaccum.window.options import DenominatorsCall, MapCall, SumsCall, WindowCall
 
 Loss: TypeAlias = "Mean | Mapping[Any, Loss] | Sequence[Loss]"
 LossOutput: TypeAlias = "Loss | tuple[Loss, Any]"
@@ -25,7 +25,7 @@ class SumsFn(Protocol):
     """What `ja.accumulate` returns: from a batch to the window's sums."""
 
     def __call__(
-        self, params: Any, batch: Any, *args: Any, **call: Unpack[WindowCall]
+        self, params: Any, batch: Any, *args: Any, **call: Unpack[SumsCall]
     ) -> WindowSums: ...
 
 

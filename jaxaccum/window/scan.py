@@ -1,5 +1,6 @@
 """The fold over the micro-batches of a window: the one loop of the library."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ def fold(
     num_real: Any = None,
     unroll: int | bool = 1,
     thread: Sequence[jax.Array] | None = None,
+    start: Sequence[Any] = (),
     function: str = "accumulate",
 ) -> Any:
     """Runs `micro_fn(index, rows)` on every micro-batch and combines its values.
@@ -55,6 +57,7 @@ def fold(
       unroll: as in `jax.lax.scan`.
       thread: arrays that `micro_fn` receives as a third argument, each micro-batch those that the
         one before it returned as `Outcome.thread`.
+      start: what the first carries begin with, in their order, `None` where one begins empty.
       function: the public function's name, for messages.
 
     Returns:
@@ -82,6 +85,9 @@ def fold(
         guarded = staged.out_shape.keep is not None
         keyed = staged.out_shape.key is not None
         body = _Body(staged, leaves, offset, reducers, guarded, keyed)
+        if carry is None and start:
+            pairs = itertools.zip_longest(start, body.empty())
+            carry = [empty if given is None else given for given, empty in pairs]
         if segment.num == 1 and num_real is None:
             (carry, threads), ys = body.once(carry, threads)
         else:

@@ -138,6 +138,11 @@ def taken(
             f"{function}: `{name}` is a keyword of where the function is made, but came in the "
             f"call. Pass it there, `f = ja.{function}(loss_fn, {name}=...)`."
         )
+    for name in sorted(set(others) & set(Given._fields)):
+        raise TypeError(
+            f"{function}: `{name}` is no keyword of this call, but of that of `ja.accumulate`, "
+            "whose sums `ja.finalize` divides. Use these two, or leave it out."
+        )
     if others:
         raise TypeError(
             f"{function}: the loss function's own arguments are passed by position, got the "

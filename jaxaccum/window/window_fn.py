@@ -12,7 +12,7 @@ from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.devices import reduction, shards
 from jaxaccum.numerics import accumulators
-from jaxaccum.window import arguments, cut, spmd
+from jaxaccum.window import arguments, cut, into, spmd
 from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import checked_argnums
 from jaxaccum.window.bound import Bound
@@ -44,8 +44,10 @@ def window_sums(
 ) -> WindowSums:
     """The sums of a window, with one micro-batch's loss bound by `bound_fn`."""
     arguments.check_denominators(options.function, given.denominators)
+    into.check(options.function, given.into)
     if options.spmd_axis_name is not None:
-        return spmd.sums(options, args, given, bound_fn)
+        sums = spmd.sums(options, args, given._replace(into=None), bound_fn)
+        return into.onto(options.function, given.into, sums)
     return bound_fn(options, args, given).sums()
 
 

@@ -10,6 +10,7 @@ from jaxaccum.window.options import (
     AccumulateOptions,
     DenominatorsCall,
     DenominatorsOptions,
+    SumsCall,
     ValueAndGradOptions,
     WindowCall,
 )
@@ -30,7 +31,7 @@ def accumulate(
 ) -> SumsFn: ...
 
 
-@factory("accumulate", AccumulateOptions, WindowCall)
+@factory("accumulate", AccumulateOptions, SumsCall)
 def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
     """Sums gradients, losses and weights over the micro-batches of a batch, undivided.
 
@@ -99,18 +100,22 @@ def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
 
     Returns:
       `f(params, batch, *args, key=None, num_real=None, denominators=None, loss_scale=None,
-      model_state=None)`, which returns `WindowSums`. `key` is a PRNG key, folded with the
-      micro-batch's index, for `loss_fn` and for an accumulator that rounds stochastically.
+      model_state=None, into=None)`, which returns `WindowSums`. `key` is a PRNG key, folded with
+      the micro-batch's index, for `loss_fn` and for an accumulator that rounds stochastically.
       `num_real`, an int that may be traced, runs only the first so many micro-batches without
       recompilation.
       `denominators`, a number for each loss term, replaces the terms' own: a term then counts
       whatever its own weight is. Where it is traced and zero, the term adds nothing. `loss_scale`,
       a scalar that may be traced, multiplies the loss for the backward pass only: gradients come
       back unscaled, each divided by it in float32 before it is added (see `ja.loss_scaling`).
+      `into`, sums that an earlier call returned, is what the window goes on from: `f(params, batch,
+      into=sums)` is `merge(sums, f(params, batch))` without a second set of sums, added in place
+      where `sums` is donated.
 
     Raises:
       TypeError: an option has the wrong type, or `loss_fn` returns something else than means.
-      ValueError: the batch cannot be cut, or a weight depends on the parameters.
+      ValueError: the batch cannot be cut, a weight depends on the parameters, or `into` does not
+        match.
 
     Example:
       >>> import jax.numpy as jnp, jaxaccum as ja
@@ -119,7 +124,7 @@ def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
       >>> print(sums.grads, sums.weight, ja.finalize(sums).grads)
       6.0 3 2.0
     """
-    return Accumulation(checked_options("accumulate", loss_fn, options), WindowCall)
+    return Accumulation(checked_options("accumulate", loss_fn, options), SumsCall)
 
 
 @overload

@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol, TypedDict, Unpack
 from jax.typing import ArrayLike
 
 from jaxaccum.core.sums import WindowSums
-from jaxaccum.window.options import ArgnumsOptions, FoldOptions, KeyCall, LossOptions
+from jaxaccum.window.options import ArgnumsOptions, FoldOptions, IntoCall, KeyCall, LossOptions
 
 
 class AxisNameOptions(TypedDict, total=False):
@@ -26,17 +26,21 @@ class AxisDenominatorsOptions(AxisNameOptions, LossOptions, ArgnumsOptions, tota
 
 
 class AxisCall(KeyCall, total=False):
-    """The keywords of what `window_axis.accumulate` and `window_axis.value_and_grad` return."""
+    """The keywords of what `window_axis.value_and_grad` returns."""
 
     denominators: Any
     loss_scale: ArrayLike | None
+
+
+class AxisSumsCall(AxisCall, IntoCall, total=False):
+    """The keywords of what `window_axis.accumulate` returns."""
 
 
 class AxisSumsFn(Protocol):
     """What `window_axis.accumulate` returns: from a batch to the window's sums."""
 
     def __call__(
-        self, params: Any, batch: Any, *args: Any, **call: Unpack[AxisCall]
+        self, params: Any, batch: Any, *args: Any, **call: Unpack[AxisSumsCall]
     ) -> WindowSums: ...
 
 

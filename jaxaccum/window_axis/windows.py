@@ -14,6 +14,7 @@ from jaxaccum.window_axis.options import (
     AxisCall,
     AxisDenominatorsFn,
     AxisDenominatorsOptions,
+    AxisSumsCall,
     AxisSumsFn,
     AxisWindowFn,
     AxisWindowOptions,
@@ -38,7 +39,7 @@ def accumulate(
 ) -> AxisSumsFn: ...
 
 
-@factory("window_axis.accumulate", AxisWindowOptions, AxisCall)
+@factory("window_axis.accumulate", AxisWindowOptions, AxisSumsCall)
 def accumulate(
     loss_fn: LossFn,
     *,
@@ -76,8 +77,8 @@ def accumulate(
       unroll: as in `jax.lax.scan`.
 
     Returns:
-      `f(params, batch, *args, key=None, denominators=None, loss_scale=None)`, which returns
-      `WindowSums`.
+      `f(params, batch, *args, key=None, denominators=None, loss_scale=None, into=None)`, which
+      returns `WindowSums`; with `into=sums` those of an earlier call and these.
 
     Raises:
       TypeError: as `ja.accumulate`.
@@ -93,7 +94,8 @@ def accumulate(
       3.5
     """
     return AxisAccumulation(
-        _checked("window_axis.accumulate", loss_fn, window_axis_name, storage, options), AxisCall
+        _checked("window_axis.accumulate", loss_fn, window_axis_name, storage, options),
+        AxisSumsCall,
     )
 
 
