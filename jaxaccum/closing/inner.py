@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxaccum.closing.leaves import fill, hide, is_none, trained, unchanged
-from jaxaccum.core import compat, programs
+from jaxaccum.core import checks, compat, programs
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
 from jaxaccum.core.sums import WindowSums
@@ -127,7 +127,7 @@ def check_shared(function: str, types: Any, params: Any, axes: Sequence[str]) ->
       params: the parameters that they are of.
       axes: the axes of the window; only where replication is checked types tell.
     """
-    if not axes or jax.tree.structure(types) != jax.tree.structure(params):
+    if not axes or not checks.same_tree(types, params):
         return
     pairs = zip(jax.tree.leaves(types), jax.tree_util.tree_leaves_with_path(params), strict=True)
     for update, (path, param) in pairs:
