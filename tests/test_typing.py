@@ -65,4 +65,4 @@ def test_every_declared_option_is_checked_somewhere():
     declared = {*options.AccumulateOptions.__annotations__, *options.CutOptions.__annotations__}
     checked = {field.name for field in dataclasses.fields(Options)} - {"function", "loss_fn"}
     assert declared == checked
-    assert set(options.WindowCall.__annotations__) == set(Given._fields)
+    assert set(options.SumsCall.__annotations__) == set(Given._fields)

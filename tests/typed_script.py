@@ -52,6 +52,7 @@ def right() -> None:
     several = ja.denominators(dict_fn, num_microbatches=2)(PARAMS, BATCH)
     sums_fn = ja.accumulate(dict_fn, num_microbatches=2, noise_scale=False)
     sums = sums_fn(PARAMS, BATCH, denominators=several)
+    sums = sums_fn(PARAMS, BATCH, denominators=several, into=sums)
     window = ja.finalize(ja.merge(sums, sums))
     print(window.loss, window.grads, window.num_microbatches, sums.weight)
     combined = ja.microbatch(lambda w, x: ja.Sum(w * x), num_microbatches=2)
