@@ -17,14 +17,14 @@ HELD, APPLIED, DROPPED = 0, 1, 2
 def hand_over(
     applying: jax.Array,
     inner_fn: Callable[..., tuple[Any, Any, Any]],
-    sums: Sequence[jax.Array],
+    sums: Any,
     inner_state: Any,
     operands: Any,
     types: Any,
     homes: Sequence[int | None],
     *,
     judged_over: frozenset[str] = frozenset(),
-) -> tuple[Any, list[jax.Array], Any, jax.Array]:
+) -> tuple[Any, Any, Any, jax.Array]:
     """Calls `inner_fn` where `applying` holds, and returns updates of zero elsewhere.
 
     The sums travel through the `cond` in place, and where it is taken the updates come back in
@@ -35,12 +35,12 @@ def hand_over(
       applying: boolean scalar.
       inner_fn: `inner_fn(sums, inner_state, operands)` to the updates, the inner state, and what
         became of the window: `APPLIED` where the inner optimizer ran, `DROPPED`, or `HELD`.
-      sums: the window's sums.
+      sums: the window's sums, a tree.
       inner_state: the state of the inner optimizer; its dtypes are kept.
       operands: a tree of whatever else `inner_fn` reads.
       types: the tree of the updates' `jax.ShapeDtypeStruct`s.
-      homes: for each leaf of `types` the position of the sum in whose buffer it comes back, or
-        `None` where no sum can hold it exactly.
+      homes: for each leaf of `types` the leaf of `sums` in whose buffer it comes back, or `None`
+        where none can hold it exactly.
       judged_over: the manual mesh axes over which what becomes of the window differs.
 
     Returns:
@@ -49,40 +49,41 @@ def hand_over(
     """
     wanted, tree = jax.tree.flatten(types)
 
-    def close(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
+    def close(sums: Any, inner_state: Any, operands: Any) -> Any:
         updates, new_state, outcome = inner_fn(sums, inner_state, operands)
-        slots, others = list(sums), []
+        (slots, lent), others = jax.tree.flatten(sums), []
         for update, like, home in zip(jax.tree.leaves(updates), wanted, homes, strict=True):
             if home is None:
                 others.append(cast(update, like))
             else:
-                slots[home] = cast(update, like).astype(sums[home].dtype)
+                slots[home] = cast(update, like).astype(slots[home].dtype)
         return (
-            slots,
+            jax.tree.unflatten(lent, slots),
             others,
             jax.tree.map(cast, new_state, inner_state),
             compat.vary(jnp.asarray(outcome, jnp.int32), judged_over),
         )
 
-    def hold(sums: Sequence[jax.Array], inner_state: Any, operands: Any) -> Any:
+    def hold(sums: Any, inner_state: Any, operands: Any) -> Any:
         others = [no_update(t) for t, home in zip(wanted, homes, strict=True) if home is None]
         return (
-            list(sums),
+            sums,
             others,
             inner_state,
             compat.vary(jnp.asarray(HELD, jnp.int32), judged_over),
         )
 
-    slots, others, inner_state, outcome = jax.lax.cond(
-        applying, close, hold, list(sums), inner_state, operands
+    sums, others, inner_state, outcome = jax.lax.cond(
+        applying, close, hold, sums, inner_state, operands
     )
+    slots = jax.tree.leaves(sums)
     at_home = [(like, slots[home]) for like, home in zip(wanted, homes) if home is not None]
     taken = {like: functools.partial(_taken, like) for like, _ in at_home}
     fns, slots_home = [taken[like] for like, _ in at_home], [x for _, x in at_home]
     back = leafwise(fns, slots_home, shared=(applying,))
     supply, returned = iter(others), iter(back)
     updates = [next(supply) if home is None else next(returned) for home in homes]
-    return jax.tree.unflatten(tree, updates), slots, inner_state, outcome
+    return jax.tree.unflatten(tree, updates), sums, inner_state, outcome
 
 
 def _taken(like: Any, slot: jax.Array, applying: jax.Array) -> jax.Array:
@@ -90,23 +91,28 @@ def _taken(like: Any, slot: jax.Array, applying: jax.Array) -> jax.Array:
     return jnp.where(applying, slot.astype(like.dtype), no_update(like))
 
 
-def find_homes(types: Any, tree: Any, sums: Sequence[jax.Array]) -> list[int | None]:
+def find_homes(types: Any, tree: Any, carries: Sequence[Any]) -> list[int | None]:
     """For each update the sum of the same parameter, where its dtype and shape can hold it.
 
     Args:
       types: the tree of the updates' `jax.ShapeDtypeStruct`s.
       tree: the tree structure of the gradients.
-      sums: the window's sums, one for each gradient.
+      carries: the carry of each gradient, whose first array is the sum itself.
+
+    Returns:
+      Positions among the leaves of `carries`.
     """
     wanted = jax.tree.leaves(types)
     if jax.tree.structure(types) != tree:
         return [None] * len(wanted)
-
-    def fits(like: Any, total: Any) -> bool:
-        return like.shape == total.shape and dtypes.promote(like.dtype, total.dtype) == total.dtype
-
-    pairs = zip(wanted, sums, strict=True)
-    return [place if fits(like, total) else None for place, (like, total) in enumerate(pairs)]
+    homes: list[int | None] = []
+    place = 0
+    for like, carry in zip(wanted, carries, strict=True):
+        total, *others = jax.tree.leaves(carry)
+        fits = like.shape == total.shape and dtypes.promote(like.dtype, total.dtype) == total.dtype
+        homes.append(place if fits else None)
+        place += 1 + len(others)
+    return homes
 
 
 def cast(x: Any, like: Any) -> jax.Array:

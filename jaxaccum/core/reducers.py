@@ -45,6 +45,10 @@ class Reducer:
         """The carry that holds what `a` and `b` hold."""
         raise NotImplementedError
 
+    def restart(self, carry: Any, again: jax.Array) -> Any:
+        """The carry; that of a window without micro-batches where `again` holds."""
+        return jax.tree.map(lambda x: jnp.where(again, self.empty(x), x), carry)
+
     def gather(self, pieces: Sequence[jax.Array]) -> jax.Array:
         """One array from the values `[num, ...]` that each segment emitted; see `emits`."""
         raise NotImplementedError
@@ -65,6 +69,13 @@ class Reducer:
     def read(self, carry: Any) -> jax.Array:
         """The carry as one array."""
         return carry
+
+
+class Carried:
+    """Base of carries of several arrays that say themselves how they are combined."""
+
+    __slots__ = ()
+    reducer: ClassVar[Reducer]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxaccum.core.noise import NoiseSums
 from jaxaccum.core.reducers import (
     Addition,
     Agreed,
+    Carried,
     Kept,
     Latest,
     Reducer,
@@ -370,7 +371,12 @@ def _chosen(x: jax.Array, y: jax.Array, keep: jax.Array) -> jax.Array:
 
 
 def _all(reducer: Reducer, tree: Any) -> Any:
-    return jax.tree.map(lambda _: reducer, tree)
+    """A tree of reducers, `reducer` for each array and its own for each carry that has one."""
+    return jax.tree.map(
+        lambda x: x.reducer if isinstance(x, Carried) else reducer,
+        tree,
+        is_leaf=lambda x: isinstance(x, Carried),
+    )
 
 
 def _of_gradient(leaf: Any) -> Reducer:

@@ -163,19 +163,19 @@ def reduce_window(
     sums: WindowSums,
     names: tuple[str, ...],
     *,
-    shards: Sequence[shards.Shard | None],
-    done: bool,
     own: Sequence[tuple[str, ...]],
+    shards: Sequence[shards.Shard | None] = (),
+    done: bool = False,
 ) -> WindowSums:
     """The sums of all devices; `reduce` says how.
 
     Args:
       sums: what this device holds.
       names: the mesh axes.
-      shards: the part of each gradient that this device keeps, `None` for the whole; the first
-        ones of the gradients.
+      own: for the first of the gradients, the parameters', the axes over which each is a device's
+        own.
+      shards: the part of each of them that this device keeps, `None` for the whole.
       done: whether they were reduce-scattered in the loop.
-      own: the axes over which each of those parameters is a device's own.
     """
     tree: Any
     reducers, tree = jax.tree.flatten(sums.reducers)
@@ -185,7 +185,7 @@ def reduce_window(
         reducers,
         tree.flatten_up_to(sums),
         names,
-        sums.num_microbatches > 0,
+        sums.num_microbatches is None or sums.num_microbatches > 0,
         scatters=whole if done else parts,
         done=parts if done else whole,
         over=[*without(names, own), *[names] * (len(reducers) - len(own))],

@@ -85,19 +85,21 @@ class _Compensated(Accumulator):
         dtype = wide(aval.dtype)
         return Compensated(compat.filled(aval, dtype), compat.filled(aval, dtype))
 
-    def start(self, value: jax.Array) -> Compensated:
+    def start(self, value: Any) -> Compensated:
+        if isinstance(value, Compensated):  # exact already
+            return value
         value = value.astype(wide(value.dtype))
         return Compensated(value, jnp.zeros_like(value))
 
-    def merge(self, a: Any, b: Any) -> Compensated:
+    def merge(self, a: Any, b: Any) -> Any:
         total, lost = _two_sum(a.total, b.total)
         lost = jnp.where(jnp.isfinite(total), lost, jnp.zeros_like(lost))
         total, lost = _two_sum(total, lost + (a.error + b.error))
         # An overflow has no error term: inf - inf would turn an honest inf into nan.
-        return Compensated(total, jnp.where(jnp.isfinite(total), lost, jnp.zeros_like(lost)))
+        return type(a)(total, jnp.where(jnp.isfinite(total), lost, jnp.zeros_like(lost)))
 
-    def renormalise(self, carry: Any) -> Compensated:
-        return Compensated(*_two_sum(carry.total, carry.error))
+    def renormalise(self, carry: Any) -> Any:
+        return type(carry)(*_two_sum(carry.total, carry.error))
 
     def read(self, carry: Any) -> jax.Array:
         return carry.total

@@ -19,6 +19,9 @@ class Accumulator(Addition):
 
     needs_key: ClassVar[bool] = False
 
+    def restart(self, carry: Any, again: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), carry)
+
 
 class Compensated(NamedTuple):
     """The carry of `compensated`: the exact sum is `total + error`.

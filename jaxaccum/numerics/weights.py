@@ -9,9 +9,17 @@ import numpy as np
 
 from jaxaccum.core import checks
 from jaxaccum.core.mean import as_float
+from jaxaccum.core.reducers import Carried
 from jaxaccum.numerics.accumulators import Compensated, compensated
 
 _PAIR = compensated()
+
+
+class Exact(Carried, Compensated):
+    """A weight among the sums of a window."""
+
+    __slots__ = ()
+    reducer = _PAIR
 
 
 class CountedAsOne(Compensated):
@@ -67,7 +75,7 @@ def pair(function: str, name: str, weight: Any, dtype: Any = None) -> Compensate
 
 def add(a: Compensated, b: Compensated) -> Compensated:
     """The exact sum of two weights."""
-    return Compensated(*_PAIR.merge(a, b))
+    return Compensated(*_PAIR.merge(Compensated(*a), b))
 
 
 def is_zero(weight: Compensated) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 from jaxaccum.closing.inner import Trial, strong, tried
 from jaxaccum.closing.leaves import differentiated, each, fill, hide, still, whole_again
 from jaxaccum.core import programs
-from jaxaccum.core.mean import Mean
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.stream.arguments import no_mean
 from jaxaccum.stream.open_window import Leaves
 
@@ -76,11 +76,11 @@ class InnerCall(NamedTuple):
         return still(updates, self.trial.constant), inner_state
 
     def closing(
-        self, grads: Sequence[Any], means: dict[str, Mean], inner_state: Any, params: Any
+        self, grads: Sequence[Any], window: WindowSums, inner_state: Any, params: Any
     ) -> Any:
         """The update of a window, with all of its means if the optimizer takes them."""
         names = self.offered if self.trial.takes_offers else self.asked
-        values = {name: means[name].value for name in names}
+        values = {name: window.aux[name].value for name in names}
         updates, inner_state = self.traced(list(grads), values, inner_state, params)
         return still(updates, self.trial.constant), inner_state
 

@@ -10,7 +10,8 @@ from jaxaccum.closing.inner import in_one_precision
 from jaxaccum.core import checks, faults
 from jaxaccum.devices import reduction, shards
 from jaxaccum.numerics import accumulators, loss_scaling
-from jaxaccum.stream.length import checked_length, until_weight
+from jaxaccum.stream.length import checked_length, is_one, until_weight
+from jaxaccum.stream.single import Single
 from jaxaccum.stream.state import MultiSteps, MultiStepsState, check_no_window
 from jaxaccum.stream.update import Stream
 
@@ -126,7 +127,8 @@ def multi_steps(
                 f'name pass `{name}=("value",)`.'
             )
     shards.check_places("multi_steps", {"local_params": local_params}, axis_name)
-    stream = Stream(
+    kind = Single if is_one(every) else Stream
+    stream = kind(
         inner=in_one_precision(inner),
         every=every,
         axis_name=axis_name,

@@ -1,6 +1,5 @@
-"""What an open window of `multi_steps` holds, and how it lies in the state."""
+"""The open window of `multi_steps`: its sums, and the gradients of a call beside them."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,109 +8,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxaccum.closing.leaves import differentiated, hide, is_none, unchanged
-from jaxaccum.core import checks, compat, dtypes
-from jaxaccum.core.checks import all_finite, is_inexact
-from jaxaccum.core.leaves import leafwise
-from jaxaccum.core.mean import Mean, pool
-from jaxaccum.core.reducers import Sum
-from jaxaccum.devices import reduction
+from jaxaccum.core import checks, dtypes
+from jaxaccum.core.checks import is_inexact
+from jaxaccum.core.mean import Mean
+from jaxaccum.core.reducers import Reducers
+from jaxaccum.core.sums import WindowSums
 from jaxaccum.numerics import accumulators, weights
 
 
-def _chosen(new: jax.Array, old: jax.Array, keep: jax.Array) -> jax.Array:
-    return jnp.where(keep, new, old)
+def window_sums(
+    grads: Sequence[Any],
+    weight: accumulators.Compensated,
+    means: dict[str, Any],
+    accumulator: accumulators.Accumulator,
+) -> WindowSums:
+    """The sums of a stream: gradients or their carries, the weight, and averaged arguments.
 
-
-def _emptied(x: jax.Array, closing: jax.Array) -> jax.Array:
-    return jnp.where(closing, jnp.zeros_like(x), x)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OpenWindow:
-    """What the open window holds: carries of the inexact gradients, weight, averaged arguments.
-
-    Attributes:
-      carries: the carry of each gradient.
-      weight: the summed weight.
-      means: the undivided means of extra arguments, by name.
-      own: static; for each gradient the axes over which its parameter is a device's own.
+    How many micro-steps they hold is the state's own count, the same on all devices.
     """
-
-    carries: list[Any]
-    weight: accumulators.Compensated
-    means: dict[str, Mean]
-    own: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
-
-    def fold(
-        self,
-        accumulator: accumulators.Accumulator,
-        grads: Sequence[jax.Array],
-        weight: accumulators.Compensated,
-        means: dict[str, Mean],
-        key: Any = None,
-    ) -> "OpenWindow":
-        """The window with one more micro-step."""
-
-        each: list[Any] = [accumulator] * len(grads)
-        if key is not None:
-            each = [accumulator.keyed(jax.random.fold_in(key, i)) for i in range(len(grads))]
-        if None in self.carries:  # of a window of one micro-step
-            carries = leafwise([one.start for one in each], grads)
-        else:
-            carries = leafwise([one.fold for one in each], self.carries, grads)
-        sums = {n: pool(old, means[n]) if n in means else old for n, old in self.means.items()}
-        return OpenWindow(carries, weights.add(self.weight, weight), sums, self.own)
-
-    def select(self, keep: jax.Array, other: "OpenWindow") -> "OpenWindow":
-        """This window where `keep` holds, `other` elsewhere."""
-
-        if None in other.carries:
-            other = dataclasses.replace(other, carries=self.carries)
-        new, tree = jax.tree.flatten(self)
-        chosen = leafwise(_chosen, new, jax.tree.leaves(other), shared=(keep,))
-        return jax.tree.unflatten(tree, chosen)
-
-    def emptied(self, closing: jax.Array) -> "OpenWindow":
-        """This window, without anything in it where it is `closing`."""
-        leaves, tree = jax.tree.flatten(self)
-        return jax.tree.unflatten(tree, leafwise(_emptied, leaves, shared=(closing,)))
-
-    def across(self, accumulator: accumulators.Accumulator, axes: tuple[str, ...]) -> "OpenWindow":
-        """The window over all devices: one reduction."""
-        if not axes:
-            return self
-        leaves, tree = jax.tree.flatten((self.weight, self.means))
-        n = len(self.carries)
-        reducers = [accumulator] * n + [Sum.reducer] * len(leaves)
-        over = [*reduction.without(axes, self.own), *[axes] * len(leaves)]
-        out = reduction.reduce(reducers, [*self.carries, *leaves], axes, True, over=over)
-        weight, means = jax.tree.unflatten(tree, out[n:])
-        return OpenWindow(out[:n], weights.add(weight, weights.zero()), means, self.own)
-
-    def is_finite(self, accumulator: accumulators.Accumulator) -> jax.Array:
-        """Whether all that the window holds is finite: what was not stays in its sums."""
-        sums = [accumulator.read(c) for c in self.carries]
-        return all_finite([*sums, self.weight.total, *jax.tree.leaves(self.means)])
-
-    def varies_over(self) -> frozenset[str]:
-        """The manual mesh axes over which any part of the window differs."""
-        return frozenset().union(*(compat.varying_axes(x) for x in jax.tree.leaves(self)))
-
-    # The first array of each carry is the sum itself; `hand_over` lends its buffer.
-
-    def sums(self) -> list[jax.Array]:
-        return [jax.tree.leaves(c)[0] for c in self.carries]
-
-    def without_sums(self) -> "OpenWindow":
-        return self.with_sums([None] * len(self.carries))
-
-    def with_sums(self, sums: Sequence[Any]) -> "OpenWindow":
-        carries = []
-        for carry, total in zip(self.carries, sums, strict=True):
-            leaves, tree = jax.tree.flatten(carry, is_leaf=lambda x: x is None)
-            carries.append(jax.tree.unflatten(tree, [total, *leaves[1:]]))
-        return dataclasses.replace(self, carries=carries)
+    return WindowSums(
+        grads=list(grads),
+        loss=None,
+        weight=weights.Exact(*weight),
+        aux={name: Mean(mean.total, mean.weight) for name, mean in means.items()},
+        num_microbatches=None,  # type: ignore[arg-type]
+        num_skipped=None,  # type: ignore[arg-type]
+        grad_reducers=Reducers([accumulator] * len(grads)),
+    )
 
 
 class Leaves(NamedTuple):
