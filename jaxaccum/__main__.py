@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxaccum` with `plan`, `memory` or `audit`."""
+"""The command line: `jaxaccum`, or `python -m jaxaccum`, with `plan`, `memory` or `audit`."""
 
 import argparse
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
+import jaxaccum
 from jaxaccum.auditing import Audit, audit
 from jaxaccum.core import checks
 from jaxaccum.core.text import parse_bytes
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0, 1 where a check failed or nothing fits, 2 for arguments that make no
       sense and for user code that raises or exits.
     """
-    parser = _Parser(prog="python -m jaxaccum", description=__doc__)
+    parser = _Parser(prog=_program(), description=__doc__)
+    parser.add_argument("--version", action="version", version=f"jaxaccum {jaxaccum.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for add in _COMMANDS:
         add(commands)
@@ -48,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result.complaint:
         print(result.complaint, file=sys.stderr)
     return int(result.failed)
+
+
+def _program() -> str:
+    """What the user has typed: the installed command, or the module."""
+    return "jaxaccum" if pathlib.Path(sys.argv[0]).stem == "jaxaccum" else "python -m jaxaccum"
 
 
 class _Result(NamedTuple):
@@ -69,8 +76,14 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(f"{message}. See `{self.prog} --help`.")
 
 
+def _add(commands: Any, name: str, meaning: str) -> Any:
+    return commands.add_parser(
+        name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."
+    )
+
+
 def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="the number of micro-batches for a window")
+    parser = _add(commands, "plan", "the number of micro-batches for a window")
     for name, meaning in _PLAN.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
@@ -89,9 +102,7 @@ _PLAN = {
 
 
 def _add_memory(commands: Any) -> None:
-    parser = commands.add_parser(
-        "memory", help="find the largest micro-batch that fits, by compiling alone"
-    )
+    parser = _add(commands, "memory", "find the largest micro-batch that fits, by compiling alone")
     parser.add_argument(
         "target",
         metavar="module:function",
@@ -116,7 +127,7 @@ def _add_memory(commands: Any) -> None:
 
 
 def _add_audit(commands: Any) -> None:
-    parser = commands.add_parser("audit", help="compile a step and report what it really does")
+    parser = _add(commands, "audit", "compile a step and report what it really does")
     parser.add_argument(
         "target",
         metavar="module:function",
@@ -278,7 +289,8 @@ def _step(make: Callable[[], Any], target: str) -> tuple[Any, tuple[Any, ...], d
     return fn, tuple(args), kwargs
 
 
-def _main() -> NoReturn:
+def run() -> NoReturn:
+    """Runs the command of this process's arguments, and ends the process with its status."""
     status = main()
     sys.stdout.flush()
     os.dup2(2, 1)  # what user code prints when Python exits
@@ -286,4 +298,4 @@ def _main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    _main()
+    run()

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+import jaxaccum
 from jaxaccum import __main__ as command
 
 PLAN = ["plan", "--tokens-per-step", "524288", "--sequence-length", "2048",
@@ -189,3 +190,22 @@ def test_in_a_process_of_its_own(example):
     assert all(word in talks.stderr for word in ("print", "echo", "write", "at exit"))
     refused = run(*PLAN, "--data-parallel", "3")
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+
+
+def test_version_and_help_of_each_command(capsys):
+    def printed(*argv):
+        with pytest.raises(SystemExit) as left:
+            command.main(argv)
+        assert left.value.code == 0
+        return capsys.readouterr().out
+
+    assert printed("--version") == f"jaxaccum {jaxaccum.__version__}\n"
+    names = ("plan", "memory", "audit")
+    assert all(f"\n    {name} " in printed("--help") for name in names)
+    assert all("--json" in printed(name, "--help") for name in names)
+
+
+def test_the_installed_command_calls_itself_by_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/jaxaccum"])
+    assert command.main(["plan", "--tokens"]) == 2
+    assert capsys.readouterr().err.startswith("jaxaccum: ")
