@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import json
 import os
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-import jaxaccum
 from jaxaccum.auditing import Audit, audit
 from jaxaccum.core import checks
 from jaxaccum.core.text import parse_bytes
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       sense and for user code that raises or exits.
     """
     parser = _Parser(prog=_program(), description=__doc__)
-    parser.add_argument("--version", action="version", version=f"jaxaccum {jaxaccum.__version__}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for add in _COMMANDS:
         add(commands)
@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _program() -> str:
     """What the user has typed: the installed command, or the module."""
     return "jaxaccum" if pathlib.Path(sys.argv[0]).stem == "jaxaccum" else "python -m jaxaccum"
+
+
+def _version() -> str:
+    return f"jaxaccum {importlib.metadata.version('jaxaccum')}"
 
 
 class _Result(NamedTuple):
