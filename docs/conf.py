@@ -24,7 +24,6 @@ myst_heading_anchors = 3
 default_role = "code"
 autodoc_member_order = "alphabetical"
 autodoc_typehints = "none"
-autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
