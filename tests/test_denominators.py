@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from device_routes import PMAP, manual_setups, per_device
 from jax.sharding import PartitionSpec as P
+from meshes import PMAP, manual_setups, per_device
 from oracles import assert_equal
 
 import jaxaccum as ja

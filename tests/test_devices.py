@@ -7,28 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from device_routes import (
+from bilinear import (
     CUTS,
-    DEVICES,
-    PMAP,
-    ROUTES,
     ROWS,
     SCENARIOS,
-    Setup,
     answer,
     build,
     error,
-    manual_setups,
-    one_result,
-    per_device,
-    pmapped,
     problem,
     scenario,
     terms_loss,
     token_loss,
 )
 from jax.sharding import PartitionSpec as P
+from meshes import DEVICES, PMAP, Setup, manual_setups, one_result, per_device, pmapped
 from oracles import assert_equal, cut_rows, full_batch
+from routes import ROUTES
 
 import jaxaccum as ja
 

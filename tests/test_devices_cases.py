@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from device_routes import PMAP, Setup, manual_setups, per_device
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import PMAP, Setup, manual_setups, per_device
 from oracles import assert_close, assert_equal
 
 import jaxaccum as ja
@@ -80,12 +80,6 @@ def test_06_no_assignment_of_sequences_to_slots_changes_the_gradient(types, chec
     assert_close(grads[0], want)
 
 
-@EVERYWHERE
-def test_14_an_empty_micro_batch_on_another_device(setup):
-    assert window(setup, ragged([], [1] * 7))[1] == 1
-    assert window(setup, ragged([1] * 7))[1] == 1
-
-
 @pytest.mark.parametrize("skip", [False, True])
 @EVERYWHERE
 def test_19_one_device_with_a_nan(setup, skip):
@@ -129,11 +123,6 @@ def test_19_parameters_stay_identical_on_all_devices():
         assert np.isfinite(leaf).all()
         assert len(np.unique(leaf)) == 1
     assert_equal(np.array(skipped), np.repeat([[0], [1], [0]], 8, axis=1))
-
-
-@EVERYWHERE
-def test_21_the_mean_is_over_tokens_not_over_devices(setup):
-    assert window(setup, ragged([1] * 5, [7]))[1] == 2
 
 
 @pytest.mark.parametrize("manual", [True, False], ids=["manual", "automatic"])
@@ -231,12 +220,6 @@ def test_29_a_psum_inside_the_loss_is_caught(setup):
 
 
 # Metrics and state
-
-
-@EVERYWHERE
-def test_54_the_logged_loss_is_the_windows(setup):
-    loss, _ = window(setup, ragged([1, 2, 3], [1] * 7), w=jnp.float32(1))
-    assert_close(loss, 1.3)
 
 
 def dropout(w, x, *, key):

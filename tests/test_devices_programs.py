@@ -7,20 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from device_routes import (
-    DEVICES,
-    PMAP,
-    ROWS,
-    Collective,
-    Setup,
-    build,
-    collectives,
-    problem,
-    recording,
-    terms_loss,
-    token_loss,
-)
+from bilinear import ROWS, build, problem, terms_loss, token_loss
 from jax.sharding import PartitionSpec as P
+from meshes import DEVICES, PMAP, Collective, Setup, collectives, recording
 
 import jaxaccum as ja
 

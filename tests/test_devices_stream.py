@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from device_routes import DEVICES, PMAP, Setup, bits, recorder
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import DEVICES, PMAP, Setup, bits
 from oracles import assert_equal
+from routes import recorder
 
 import jaxaccum as ja
 
