@@ -71,13 +71,13 @@ class Setup(NamedTuple):
         specs = {"up": P(None, "model"), "down": P("model")} if self.tensor_parallel else P()
         return self.put(params, specs), self.put(batch, P(self.names))
 
-    def put(self, tree, specs):
-        """The tree on the mesh; `specs` is one spec or a tree of them."""
+    def put(self, tree, spec):
+        """The tree on the mesh; `spec` is one spec or a tree of them."""
         if not self.types:
             return tree
-        if isinstance(specs, P):
-            specs = jax.tree.map(lambda _: specs, tree)
-        return jax.tree.map(self._put, tree, specs)
+        if isinstance(spec, P):
+            return jax.tree.map(lambda x: self._put(x, spec), tree)
+        return jax.tree.map(self._put, tree, spec)
 
     def _put(self, tree, spec):
         return jax.device_put(tree, NamedSharding(self.mesh, spec))

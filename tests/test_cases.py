@@ -45,8 +45,15 @@ WAYS = {
 
 
 def takes(way, problem):
-    """Whether the route can run the problem."""
-    return ROUTES[WAYS[way].route].several_terms or not (problem.several or problem.given)
+    """Whether the route can run the problem.
+
+    Reduce-scattered gradients share their micro-steps: all devices skip alike, and an accumulator
+    sees the devices' rounded sum.
+    """
+    route = WAYS[way].route
+    if route == "scatter" and problem.options:
+        return False
+    return ROUTES[route].several_terms or not (problem.several or problem.given)
 
 
 def cases():
