@@ -83,7 +83,8 @@ def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
       skip_nonfinite: leaves out, with its weight and its carried outputs, every micro-batch whose
         loss, gradient or new model state is not finite; the window is shorter by it. "window"
         leaves out the whole window instead, as one without micro-batches. What is stacked or
-        concatenated is kept as it came.
+        concatenated is kept as it came. With "scatter" all devices leave out the same micro-steps,
+        since the part of one device holds the gradients of all.
       grad_reducers: for gradient leaves that are not sums (FP8 scaling state): a tree prefix of
         the gradients with `ja.Sum`, `ja.Max`, `ja.Min` or `ja.Last` as leaves.
       model_state: what the window does to state that the model keeps beside its parameters, such
