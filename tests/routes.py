@@ -100,29 +100,37 @@ def route_merge(setup, loss_fn, options, *, given=None, several_terms=False):
 def route_stream(setup, loss_fn, options, *, every=2, **_):
     """`accumulate` without an axis in each of two calls, `multi_steps(axis_name)` over them.
 
-    An `every` of more than two leaves the window open, and `flush` closes it.
+    The gradient sums come with their weight. An `every` of more than two takes whole `WindowSums`,
+    and leaves the window open for `flush`.
     """
+    is_open = every > 2
     tx = ja.multi_steps(recorder(), every, axis_name=setup.names)
     f = ja.accumulate(loss_fn, **options)
 
     def micro_step(params, state, batch):
         sums = f(params, batch)
-        return tx.update(sums, state, params, value=ja.Mean(sums.loss, sums.weight))[1]
+        value = ja.Mean(sums.loss, sums.weight)
+        if is_open:
+            return tx.update(sums, state, params, value=value)[1]
+        return tx.update(sums.grads, state, params, weight=sums.weight, value=value)[1]
 
-    def close(params, state):
-        return ja.flush(tx, state, params)[1] if every > 2 else state
+    def flush(params, state):
+        return ja.flush(tx, state, params)[1]
+
+    def stays(params, state):
+        return state
 
     if setup.names is None:
-        # Every function is jitted once, so that a further call traces nothing.
-        init, step, close = jax.jit(tx.init), watched(jax.jit(micro_step)), jax.jit(close)
+        init, step = jax.jit(tx.init), watched(jax.jit(micro_step))
+        close = jax.jit(flush) if is_open else stays
         finish, cut = (lambda state: state), (lambda half: half)
     elif not setup.types:
         init = pmapped(lambda params, batch: tx.init(params))
         step = watched(jax.pmap(micro_step, axis_name="data", in_axes=(None, 0, 0)))
-        close = jax.pmap(close, axis_name="data", in_axes=(None, 0))
+        close = jax.pmap(flush, axis_name="data", in_axes=(None, 0)) if is_open else stays
         finish, cut = one_result(lambda state: state), per_device
     else:
-        return _sharded_stream(setup, tx, micro_step, close)
+        return _sharded_stream(setup, tx, micro_step, flush if is_open else None)
 
     def run(params, batch):
         state = init(params) if setup.names is None else init(params, batch)
@@ -133,7 +141,7 @@ def route_stream(setup, loss_fn, options, *, every=2, **_):
     return run
 
 
-def _sharded_stream(setup, tx, micro_step, close):
+def _sharded_stream(setup, tx, micro_step, flush):
     rows = P(setup.names)
 
     @functools.cache
@@ -143,7 +151,7 @@ def _sharded_stream(setup, tx, micro_step, close):
         return (
             setup.shard(tx.init, P(), specs),
             setup.shard(micro_step, (P(), specs, rows), specs),
-            setup.shard(close, (P(), specs), specs),
+            setup.shard(flush, (P(), specs), specs) if flush else lambda params, state: state,
         )
 
     def run(params, batch):
