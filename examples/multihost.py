@@ -109,7 +109,7 @@ class Loader:
     """
 
     def __init__(
-        self, rows: ja.PackedBatch, sharding: NamedSharding, *, batch_size: int, seed: int
+        self, rows: ja.batches.PackedBatch, sharding: NamedSharding, *, batch_size: int, seed: int
     ):
         self.position = Position()
         self._rows, self._sharding, self._size, self._seed = rows, sharding, batch_size, seed
@@ -117,7 +117,7 @@ class Loader:
         slices = sharding.addressable_devices_indices_map((batch_size,)).values()
         self._own = np.unique(np.concatenate([np.arange(batch_size)[s] for s in slices]))
 
-    def __next__(self) -> ja.PackedBatch:
+    def __next__(self) -> ja.batches.PackedBatch:
         epoch, batch = self.position
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows.tokens))
         own = train_lm.select(self._rows, order[batch * self._size + self._own])

@@ -67,7 +67,7 @@ def main():
     state = tx.init(params)
     for epoch in range(EPOCHS):
         losses = []
-        for window in ja.windows(loader(), WINDOW):
+        for window in ja.batches.windows(loader(), WINDOW):
             for batch in window:
                 params, state, loss = micro_step(params, state, batch)
                 losses.append(loss)
@@ -82,7 +82,7 @@ def main():
     expected = initial_params()
     expected_state = optimizer.init(expected)
     for _ in range(EPOCHS):
-        for window in ja.windows(loader(), WINDOW):
+        for window in ja.batches.windows(loader(), WINDOW):
             batch = jax.tree.map(lambda *rows: np.concatenate(rows), *window)
             expected, expected_state, _ = full_batch_step(expected, expected_state, batch)
 

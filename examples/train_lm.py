@@ -36,6 +36,7 @@ import optax
 from tqdm import tqdm
 
 import jaxaccum as ja
+from jaxaccum.batches import PackedBatch
 
 BOS = 256  # begins and ends every document; the other tokens are bytes
 VOCABULARY = 257
@@ -72,25 +73,25 @@ def tokenize(document: str, length: int) -> list[np.ndarray]:
     return [tokens[i : i + length] for i in range(0, len(tokens) - 1, length - 1)]
 
 
-def pad(pieces: list[np.ndarray], length: int) -> ja.PackedBatch:
-    """One piece a row, in the same form as `ja.pack`: segment 1, then padding of segment 0."""
+def pad(pieces: list[np.ndarray], length: int) -> PackedBatch:
+    """One piece a row, as from `ja.batches.pack`: segment 1, then padding of segment 0."""
     sizes = np.array([len(piece) for piece in pieces])
     real = np.arange(length) < sizes[:, None]
     tokens = np.zeros((len(pieces), length), np.int32)
     tokens[real] = np.concatenate(pieces)
-    return ja.PackedBatch(tokens, real.astype(np.int32), np.arange(length, dtype=np.int32) * real)
+    return PackedBatch(tokens, real.astype(np.int32), np.arange(length, dtype=np.int32) * real)
 
 
-def make_rows(documents: list[str], length: int, *, packed: bool) -> ja.PackedBatch:
+def make_rows(documents: list[str], length: int, *, packed: bool) -> PackedBatch:
     pieces = [piece for document in documents for piece in tokenize(document, length)]
-    return ja.pack(pieces, length) if packed else pad(pieces, length)
+    return ja.batches.pack(pieces, length) if packed else pad(pieces, length)
 
 
-def select(rows: ja.PackedBatch, index: np.ndarray) -> ja.PackedBatch:
+def select(rows: PackedBatch, index: np.ndarray) -> PackedBatch:
     return jax.tree.map(lambda leaf: leaf[index], rows)
 
 
-def shuffled_batches(rows: ja.PackedBatch, size: int, *, seed: int) -> Iterator[ja.PackedBatch]:
+def shuffled_batches(rows: PackedBatch, size: int, *, seed: int) -> Iterator[PackedBatch]:
     """Batches of `size` rows without end, each epoch in a new order."""
     rng = np.random.default_rng(seed)
     while True:
@@ -147,7 +148,7 @@ class Transformer(nn.Module):
 
 
 def make_loss_fn(model: Transformer) -> Callable[..., ja.Mean]:
-    def loss_fn(params, batch: ja.PackedBatch) -> ja.Mean:
+    def loss_fn(params, batch: PackedBatch) -> ja.Mean:
         inputs = jax.tree.map(lambda leaf: leaf[:, :-1], batch)
         logits = model.apply(params, *inputs)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.tokens[:, 1:])
@@ -278,7 +279,7 @@ def relative_distance(params, reference) -> float:
     return float(optax.tree.norm(optax.tree.sub(params, reference)) / optax.tree.norm(reference))
 
 
-def compare(args, loss_fn, params, batches: list[ja.PackedBatch]):
+def compare(args, loss_fn, params, batches: list[PackedBatch]):
     """Trains each way from `params` on the same batches.
 
     Returns:

@@ -1,6 +1,7 @@
 """Exact gradient accumulation for JAX and Optax."""
 
 from jaxaccum import (
+    batches,
     diagnostics,
     interop,
     losses,
@@ -8,23 +9,24 @@ from jaxaccum import (
     reporting,
     rollouts,
     schedules,
+    training,
     window_axis,
 )
 from jaxaccum.auditing import audit
-from jaxaccum.batches import PackedBatch, example_keys, pack, pad_batch, windows
+from jaxaccum.batches import pad_batch
 from jaxaccum.combine.microbatch import microbatch
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum
 from jaxaccum.core.sums import Window, WindowSums, finalize, merge
 from jaxaccum.diagnostics.equivalence import check_equivalence
-from jaxaccum.diagnostics.gradient_noise import NoiseScale, noise_scale
+from jaxaccum.diagnostics.gradient_noise import noise_scale
 from jaxaccum.health import check_healthy
 from jaxaccum.numerics import accumulators, loss_scaling
 from jaxaccum.planning import WindowPlan, fit_microbatch, plan_window
 from jaxaccum.stream.length import until_weight
 from jaxaccum.stream.multi_steps import multi_steps
 from jaxaccum.stream.state import MultiStepsState, flush, has_updated, state_specs
-from jaxaccum.training import StepInfo, StepState, TrainStep, train_step
+from jaxaccum.training import train_step
 from jaxaccum.window.cut import split
 from jaxaccum.window.model_state import Counted
 from jaxaccum.window.windows import accumulate, denominators, value_and_grad
@@ -39,23 +41,18 @@ __all__ = [
     "Mean",
     "Min",
     "MultiStepsState",
-    "NoiseScale",
-    "PackedBatch",
-    "StepInfo",
-    "StepState",
     "Sum",
-    "TrainStep",
     "Window",
     "WindowPlan",
     "WindowSums",
     "accumulate",
     "accumulators",
     "audit",
+    "batches",
     "check_equivalence",
     "check_healthy",
     "denominators",
     "diagnostics",
-    "example_keys",
     "finalize",
     "fit_microbatch",
     "flush",
@@ -68,7 +65,6 @@ __all__ = [
     "microbatch",
     "multi_steps",
     "noise_scale",
-    "pack",
     "pad_batch",
     "per_example",
     "plan_window",
@@ -78,10 +74,10 @@ __all__ = [
     "split",
     "state_specs",
     "train_step",
+    "training",
     "until_weight",
     "value_and_grad",
     "window_axis",
-    "windows",
 ]
 
 

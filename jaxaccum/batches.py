@@ -10,6 +10,8 @@ import numpy as np
 from jaxaccum.core import checks
 from jaxaccum.window import cut
 
+__all__ = ["PackedBatch", "example_keys", "pack", "pad_batch", "windows"]
+
 _INT32 = np.iinfo(np.int32)
 
 
@@ -223,9 +225,9 @@ def _tokens(sequence: Any) -> np.ndarray | None:
 def example_keys(key: jax.Array, batch_size: int, *, start: Any = 0) -> jax.Array:
     """One PRNG key for each example, which does not depend on how the batch is cut.
 
-    Put them into the batch, `batch["key"] = ja.example_keys(key, batch_size)`, and use them under
-    `jax.vmap` in the loss: a dropout mask then stays the same for every number of micro-batches.
-    The `key=` of `ja.value_and_grad`, in contrast, is one key for each micro-batch.
+    Put them into the batch, `batch["key"] = ja.batches.example_keys(key, batch_size)`, and use them
+    under `jax.vmap` in the loss: a dropout mask then stays the same for every number of
+    micro-batches. The `key=` of `ja.value_and_grad`, in contrast, is one key for each micro-batch.
 
     Args:
       key: a PRNG key, typed or raw.

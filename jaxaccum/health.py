@@ -11,6 +11,8 @@ from jaxaccum.core.sums import Window
 from jaxaccum.stream.state import MultiStepsState
 from jaxaccum.training.records import StepInfo, StepState
 
+__all__ = ["check_healthy"]
+
 _KINDS = (MultiStepsState, StepState, StepInfo, Window)
 
 

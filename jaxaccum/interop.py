@@ -15,6 +15,8 @@ from jaxaccum.numerics import weights
 from jaxaccum.numerics.accumulators import Compensated, Uncarried, is_carry, join
 from jaxaccum.stream.state import LOCAL, MultiStepsState, find_states
 
+__all__ = ["from_inner_state", "from_optax", "reshape_devices", "to_optax"]
+
 
 def from_optax(
     tx: Any, state: Any, params: Any, weight: Any = None, *, use_grad_mean: bool = True

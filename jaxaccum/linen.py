@@ -33,6 +33,8 @@ from jaxaccum.window.protocols import LossFn
 from jaxaccum.window.signatures import NOTHING, call_signature, factory, signed, taken
 from jaxaccum.window.window_fn import Accumulation, checked_options
 
+__all__ = ["TrainState", "train_step"]
+
 OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT
 
 
@@ -45,7 +47,7 @@ class TrainState(train_state.TrainState):
       params: what is trained: the collection `params`, or, where the model has FP8 scaling state, a
         dict of `params` and `_overwrite_with_gradient`.
       collections: the model's other collections, such as `batch_stats`; a dict, empty without any.
-      progress: what `train_step` keeps beside the optimizer's state; see `ja.StepState`.
+      progress: what `train_step` keeps beside the optimizer's state; see `ja.training.StepState`.
     """
 
     collections: Any = None
@@ -199,7 +201,7 @@ def train_step(
 
     Returns:
       `step(state, batch, *args, key=None, num_real=None, denominators=None)`, which returns the
-      new state and a `ja.StepInfo`.
+      new state and a `ja.training.StepInfo`.
 
     Raises:
       ValueError: the model has mutable collections and `model_state` was not said; or as

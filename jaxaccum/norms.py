@@ -13,6 +13,8 @@ from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
 from jaxaccum.devices import reduction, shards
 
+__all__ = ["clip_by_global_norm", "global_norm"]
+
 
 def global_norm(tree: Any, specs: Any = None) -> jax.Array:
     """The norm of all leaves together, those in parts with the parts of all devices.

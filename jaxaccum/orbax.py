@@ -21,6 +21,8 @@ from jaxaccum import interop
 from jaxaccum.core import checks
 from jaxaccum.stream.state import LOCAL, MultiStepsState
 
+__all__ = ["Checkpoints", "Run"]
+
 _FORMAT = 1
 
 

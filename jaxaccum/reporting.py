@@ -31,8 +31,8 @@ def scalars(info: Any, *, prefix: str = "") -> dict[str, int | float]:
     waits for the step.
 
     Args:
-      info: a `ja.StepInfo`, `ja.Window`, `multi_steps` state, noise scale, or a dictionary of such
-        records and numbers.
+      info: a `ja.training.StepInfo`, `ja.Window`, `multi_steps` state, noise scale, or a
+        dictionary of such records and numbers.
       prefix: put before each name, `"train/"`.
 
     Returns:

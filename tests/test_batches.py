@@ -16,21 +16,21 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=40)
 
 @pytest.mark.parametrize(("items", "size", "sizes"), [(7, 4, [4, 3]), (8, 4, [4, 4]), (0, 3, [])])
 def test_windows_drop_nothing(items, size, sizes):
-    found = list(ja.windows(range(items), size))
+    found = list(ja.batches.windows(range(items), size))
     assert [len(window) for window in found] == sizes
     assert list(itertools.chain(*found)) == list(range(items))
 
 
 def test_windows_read_only_as_far_as_they_return():
     loader = iter(range(10))
-    next(ja.windows(loader, 4))
+    next(ja.batches.windows(loader, 4))
     assert next(loader) == 4
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, "4", True])
 def test_windows_refuse_a_bad_size_at_once(number):
     with pytest.raises((TypeError, ValueError), match="windows: `num_microbatches`"):
-        ja.windows([1], number)
+        ja.batches.windows([1], number)
 
 
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
@@ -76,7 +76,7 @@ def test_batches_that_cannot_be_padded_are_refused(batch, rows, message):
 def test_packing_loses_and_mixes_nothing(lengths, extra):
     numbers = iter(range(1, 10_000))
     sequences = [[next(numbers) for _ in range(n)] for n in lengths]
-    packed = ja.pack(sequences, max(lengths) + extra, padding=0)
+    packed = ja.batches.pack(sequences, max(lengths) + extra, padding=0)
     found = []
     for tokens, segments, positions in zip(*packed, strict=True):
         for segment in range(1, segments.max() + 1):
@@ -95,7 +95,7 @@ def test_packing_is_first_fit(lengths):
         if row == len(rows):
             rows.append(length)
         rows[row] -= n
-    packed = ja.pack([np.ones(n, int) for n in lengths], length)
+    packed = ja.batches.pack([np.ones(n, int) for n in lengths], length)
     assert [(ids == 0).sum() for ids in packed.segment_ids] == rows
 
 
@@ -103,15 +103,17 @@ def test_targets_are_the_next_tokens_of_the_same_sequence():
     """Two sequences of 5 tokens have 8 targets, packed into one row or not."""
     sequences = [range(1, 6), range(6, 11)]
     for length in (10, 5, 12):
-        packed = ja.pack(sequences, length)
+        packed = ja.batches.pack(sequences, length)
         assert packed.target_mask().sum() == 8
-    assert ja.pack(sequences, 10).target_mask().tolist() == [[True] * 4 + [False] + [True] * 4]
+    assert ja.batches.pack(sequences, 10).target_mask().tolist() == [
+        [True] * 4 + [False] + [True] * 4
+    ]
 
 
 def test_long_sequences_are_refused_or_split():
     with pytest.raises(ValueError, match=r"`sequences\[1\]` has 5 tokens, more than `length`, 3"):
-        ja.pack([[1], range(5)], 3)
-    packed = ja.pack([[1], range(5)], 3, overlong="split")
+        ja.batches.pack([[1], range(5)], 3)
+    packed = ja.batches.pack([[1], range(5)], 3, overlong="split")
     assert sorted(np.bincount(packed.segment_ids.ravel())[1:].tolist()) == [2, 4]
     assert packed.tokens[packed.segment_ids > 0].size == 6
 
@@ -122,14 +124,14 @@ def test_long_sequences_are_refused_or_split():
 )
 def test_what_is_no_token_sequence_is_refused(sequences, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        ja.pack(sequences, 4)
+        ja.batches.pack(sequences, 4)
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
 def test_example_keys_do_not_depend_on_the_parts(make):
     key = make(3)
-    whole = ja.example_keys(key, 6)
-    parts = [ja.example_keys(key, 2), ja.example_keys(key, 4, start=2)]
+    whole = ja.batches.example_keys(key, 6)
+    parts = [ja.batches.example_keys(key, 2), ja.batches.example_keys(key, 4, start=2)]
     assert jnp.array_equal(whole, jnp.concatenate(parts))
     draws = jax.vmap(lambda k: jax.random.bits(k))(whole)
     assert len(set(draws.tolist())) == 6

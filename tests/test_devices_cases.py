@@ -281,7 +281,7 @@ def example_dropout(w, batch):
 @pytest.mark.parametrize("types", ["A", "EE"])
 def test_55_keys_of_examples_depend_neither_on_the_cut_nor_on_the_devices(types):
     x = np.random.default_rng(1).integers(-8, 9, (64, 5)).astype(np.float32)
-    batch = {"x": x, "key": ja.example_keys(jax.random.key(7), 64)}
+    batch = {"x": x, "key": ja.batches.example_keys(jax.random.key(7), 64)}
     whole = ja.value_and_grad(example_dropout, has_aux=True, num_microbatches=1)
     (_, mask), grad = jax.jit(whole)(W, batch)
     for number in (1, 3):

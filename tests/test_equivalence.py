@@ -26,7 +26,7 @@ def problem(dtype=jnp.float32):
     batch = {
         "tokens": jnp.asarray(np.where(np.arange(TOKENS)[None] < lengths, tokens, 0)),
         "row": jnp.arange(ROWS),
-        "key": ja.example_keys(jax.random.key(1), ROWS),
+        "key": ja.batches.example_keys(jax.random.key(1), ROWS),
     }
     return params, batch
 

@@ -120,7 +120,10 @@ REFUSED = {
         lambda: window(key=jax.random.split(jax.random.key(0))),
         "`key` must be one PRNG key",
     ),
-    "a number as key of examples": (lambda: ja.example_keys(0, 3), "example_keys: `key` must be"),
+    "a number as key of examples": (
+        lambda: ja.batches.example_keys(0, 3),
+        "example_keys: `key` must be",
+    ),
     "a key for a loss that takes none": (
         lambda: window(key=jax.random.key(0)),
         "`loss_fn` takes no keyword `key`",

@@ -580,7 +580,7 @@ class TestSequenceMean:
     def test_packed_text(self, number):
         rng = np.random.default_rng(0)
         lengths = rng.integers(1, 9, 14)
-        packed = ja.pack([rng.integers(1, 50, n) for n in lengths], 10)
+        packed = ja.batches.pack([rng.integers(1, 50, n) for n in lengths], 10)
         losses = rng.normal(size=packed.tokens.shape).astype(np.float32)
         want = []
         for row, ids in zip(losses, packed.segment_ids, strict=True):

@@ -295,8 +295,8 @@ def test_smoothing_finds_the_true_noise_scale():
 def test_a_window_that_measured_nothing_leaves_the_tracker():
     start = ja.diagnostics.noise_tracker()
     assert np.isnan([*start.noise_scale]).all()
-    known = ja.NoiseScale(*map(jnp.float32, (6.0, 2.0, 3.0)))
-    unknown = ja.NoiseScale(*map(jnp.float32, (jnp.nan, jnp.nan, jnp.nan)))
+    known = ja.diagnostics.NoiseScale(*map(jnp.float32, (6.0, 2.0, 3.0)))
+    unknown = ja.diagnostics.NoiseScale(*map(jnp.float32, (jnp.nan, jnp.nan, jnp.nan)))
     after = ja.diagnostics.smooth_noise(start, known, decay=0.5)
     same = ja.diagnostics.smooth_noise(after, unknown, decay=0.5)
     oracles.assert_equal(same, after)
@@ -317,7 +317,7 @@ def test_train_step_passes_it_on():
 
 
 def test_advice_in_numbers_and_words():
-    noise = ja.NoiseScale(*map(jnp.float32, (4.2, 0.16, 26.25)))
+    noise = ja.diagnostics.NoiseScale(*map(jnp.float32, (4.2, 0.16, 26.25)))
     small = ja.diagnostics.batch_advice(noise, 10, num_microbatches=2)
     assert small.steps_factor == 3.625
     np.testing.assert_allclose(small.data_factor, 1 + 10 / 26.25)
@@ -326,7 +326,7 @@ def test_advice_in_numbers_and_words():
     assert "Fewer" in str(ja.diagnostics.batch_advice(noise, 100, num_microbatches=20))
     assert "balance" in str(ja.diagnostics.batch_advice(noise, 26, num_microbatches=5))
     assert "micro-batches" not in str(ja.diagnostics.batch_advice(noise, 26))
-    negative = ja.NoiseScale(*map(jnp.float32, (4.2, -1.0, -4.2)))
+    negative = ja.diagnostics.NoiseScale(*map(jnp.float32, (4.2, -1.0, -4.2)))
     unknown = ja.diagnostics.batch_advice(negative, 10, num_microbatches=2)
     assert "not known" in str(unknown)
     assert unknown.critical_num_microbatches is None
@@ -335,7 +335,10 @@ def test_advice_in_numbers_and_words():
 
 
 def test_wrong_types_are_named():
-    tracker, noise = ja.diagnostics.noise_tracker(), ja.NoiseScale(*map(jnp.float32, (1, 1, 1)))
+    tracker, noise = (
+        ja.diagnostics.noise_tracker(),
+        ja.diagnostics.NoiseScale(*map(jnp.float32, (1, 1, 1))),
+    )
     for swapped in ((noise, tracker), (tracker, None), (None, noise)):
         with pytest.raises(TypeError, match="expected a `NoiseTracker` and a `NoiseScale`"):
             ja.diagnostics.smooth_noise(*swapped)

@@ -299,7 +299,7 @@ def dropout_loss(params, batch, *, key=None):
 def test_dropout_keys():
     """Case 55: keys in the batch do not depend on the cut; the call's key makes rows differ."""
     params, batch = problem("float32")
-    batch["key"] = ja.example_keys(jax.random.key(1), ROWS)
+    batch["key"] = ja.batches.example_keys(jax.random.key(1), ROWS)
     f = lambda k: ja.accumulate(ja.per_example.clip(dropout_loss, CLIP), num_microbatches=k)  # noqa: E731
     a, b = (jax.jit(f(k))(params, batch).grads for k in (1, 5))
     assert deviation(a, b) < TOLERANCE["float32"]

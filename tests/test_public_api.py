@@ -1,8 +1,10 @@
 """The public names: what exists, with which keywords, and documented how."""
 
 import dataclasses
+import importlib
 import inspect
 import itertools
+import operator
 import re
 import types
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import jaxaccum as ja
 
 ROOT = Path(__file__).parents[1]
-LARGEST_NAMESPACE = 50
+LARGEST_NAMESPACE = 45
 
 WINDOW = ["num_microbatches", "microbatch_size", "argnums", "batch_argnums", "has_aux"]
 FOLD = [*WINDOW, "axis_name", "spmd_axis_name", "reduction", "accumulator", "skip_nonfinite"]
@@ -48,11 +50,11 @@ CONTRACT = {
     "flush": (["tx", "state", "params"], []),
     "train_step": (["loss_fn", "optimizer"], ["max_bad_windows", "loss_scale"]),
     "check_healthy": (["record"], ["max_skipped"]),
-    "example_keys": (["key", "batch_size"], []),
+    "batches.example_keys": (["key", "batch_size"], []),
     "split": (["batch"], ["num_microbatches", "microbatch_size"]),
     "pad_batch": (["batch", "num_rows"], []),
-    "pack": (["sequences", "length"], []),
-    "windows": (["iterable", "num_microbatches"], []),
+    "batches.pack": (["sequences", "length"], []),
+    "batches.windows": (["iterable", "num_microbatches"], []),
     "audit": (["fn"], ["axis_name", "gradient_like", "min_bytes"]),
     "plan_window": (
         [],
@@ -76,8 +78,10 @@ FIELDS = {
         "micro_step", "optimizer_step", "grad_sum", "weight", "num_skipped", "inner_state",
         "num_dropped", "num_bad_in_row", "diverged", "loss_scale",
     ],
-    "StepState": ["num_skipped", "num_dropped", "num_bad_in_row", "diverged", "loss_scale"],
-    "StepInfo": [
+    "training.StepState": [
+        "num_skipped", "num_dropped", "num_bad_in_row", "diverged", "loss_scale",
+    ],
+    "training.StepInfo": [
         "loss", "weight", "grad_norm", "num_microbatches", "num_skipped", "updated", "diverged",
         "loss_scale", "overflowed", "tokens_seen",
     ],
@@ -87,6 +91,8 @@ FIELDS = {
     ],
 }  # fmt: skip
 SUBMODULES = {
+    "batches": ["PackedBatch", "example_keys", "pack", "pad_batch", "windows"],
+    "training": ["StepInfo", "StepState", "TrainStep", "train_step"],
     "accumulators": ["plain", "compensated", "stochastic", "chunked"],
     "loss_scaling": ["static", "dynamic", "unscale"],
     "interop": ["from_optax", "to_optax", "from_inner_state", "reshape_devices"],
@@ -107,7 +113,7 @@ SUBMODULES = {
         "adam_scaling",
         "half_life",
     ],
-    "diagnostics": ["smooth_noise", "batch_advice"],
+    "diagnostics": ["NoiseScale", "smooth_noise", "batch_advice"],
     "rollouts": ["close_windows", "pad_rollouts", "sequence_mean", "token_mean", "constant_mean"],
     "losses": [
         "contrastive",
@@ -122,6 +128,8 @@ SUBMODULES = {
     "window_axis": ["accumulate", "value_and_grad", "denominators"],
     "per_example": ["clip", "transform", "add_noise", "noise"],
 }
+# Public modules that are imported by their own name.
+BY_NAME = ["auditing", "health", "linen", "nnx", "norms", "orbax", "planning", "typing"]
 # What each function that a factory returns must accept.
 RETURNED = {
     "accumulate": ["key", "num_real", "denominators", "loss_scale", "model_state", "into"],
@@ -178,6 +186,13 @@ def test_root_namespace_is_small():
     assert all(hasattr(ja, name) for name in names)
 
 
+@pytest.mark.parametrize("name", [*SUBMODULES, *BY_NAME])
+def test_public_modules_say_what_they_hold(name):
+    module = importlib.import_module(f"jaxaccum.{name}") if name in BY_NAME else getattr(ja, name)
+    assert list(module.__all__) == sorted(module.__all__)
+    assert all(hasattr(module, n) for n in module.__all__)
+
+
 def test_version_is_that_of_the_package():
     declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert ja.__version__ == declared[1]
@@ -186,7 +201,7 @@ def test_version_is_that_of_the_package():
 @pytest.mark.parametrize("name", CONTRACT)
 def test_contract(name):
     positional, keywords = CONTRACT[name]
-    thing = getattr(ja, name)
+    thing = operator.attrgetter(name)(ja)
     parameters = inspect.signature(thing).parameters.values()
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -196,7 +211,7 @@ def test_contract(name):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields(name):
-    cls = getattr(ja, name)
+    cls = operator.attrgetter(name)(ja)
     have = set(fields(cls)) | {n for n, v in vars(cls).items() if isinstance(v, property)}
     assert set(FIELDS[name]) <= have
     assert not have & {"count", "mu", "nu", "trace"}

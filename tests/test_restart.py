@@ -477,4 +477,4 @@ def test_no_field_of_a_run_changes_its_meaning():
     assert Run._fields == ("params", "state", "key", "micro_batches")
     assert dataclasses.fields(ja.loss_scaling.LossScale)[0].name == "initial"
     assert ja.loss_scaling.LossScaleState._fields == ("scale", "good_windows", "overflowed")
-    assert ja.StepState._fields[-2:] == ("ledger", "model_state")
+    assert ja.training.StepState._fields[-2:] == ("ledger", "model_state")

@@ -149,7 +149,7 @@ def test_55_keys_for_each_example_do_not_depend_on_the_cut():
         mask = jax.vmap(lambda key: masks(key, 1)[0])(batch["key"])
         return ja.mean(w * batch["x"][:, None] * mask), ja.Concat(mask)
 
-    batch = {"x": jnp.arange(7.0), "key": ja.example_keys(jax.random.key(0), 7)}
+    batch = {"x": jnp.arange(7.0), "key": ja.batches.example_keys(jax.random.key(0), 7)}
     results = [
         jax.jit(ja.accumulate(loss_fn, has_aux=True, **cut))(W, batch)
         for cut in ({"num_microbatches": 1}, {"num_microbatches": 3}, {"microbatch_size": 2})

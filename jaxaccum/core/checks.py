@@ -131,7 +131,7 @@ def key(function: str, value: Any) -> None:
     raise TypeError(
         f"{function}: `key` must be one PRNG key, got {describe(value)}. Pass "
         "`jax.random.key(seed)`; keys for each example belong into the batch, see "
-        "`ja.example_keys`."
+        "`ja.batches.example_keys`."
     )
 
 

@@ -136,7 +136,7 @@ class _Experiment:
                 f"{self.name} depends on the order of the rows: {drawn[0]} takes random draws from "
                 "a key that is not the micro-batch's. Every micro-batch gets the same mask.",
                 "Take the key as the keyword `key` of the loss function and pass `key=` to the "
-                "window, or put `ja.example_keys` into the batch.",
+                "window, or put `ja.batches.example_keys` into the batch.",
             )
         moved = [d for d in self.seen if PLACE in d.made_of or d.primitive != "reduce_sum"]
         line = f", in {moved[0]}" if moved else ""

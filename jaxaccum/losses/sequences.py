@@ -18,8 +18,8 @@ def sequence_mean(values: Any, segment_ids: Any, *, where: Any = None) -> Mean:
 
     Args:
       values: per-token losses `[rows, length]`.
-      segment_ids: integers `[rows, length]`, as from `ja.pack`: a sequence is a run of equal
-        numbers in a row, and 0 is padding.
+      segment_ids: integers `[rows, length]`, as from `ja.batches.pack`: a sequence is a run of
+        equal numbers in a row, and 0 is padding.
       where: boolean `[rows, length]`; tokens that it drops count for nothing, such as those without
         a target. A sequence without any other does not count.
 

@@ -48,7 +48,7 @@ class Optimizer(nnx.Optimizer):
       tx: the Optax optimizer, which does not see variables without a gradient (integers, keys).
       opt_state: its state.
       wrt: the filter.
-      progress: what `train_step` keeps beside the optimizer's state; see `ja.StepState`.
+      progress: what `train_step` keeps beside the optimizer's state; see `ja.training.StepState`.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def train_step(
 
     Returns:
       `step(model, optimizer, batch, *args, key=None, num_real=None, denominators=None)`, which
-      returns a `ja.StepInfo`. `optimizer` is a `jaxaccum.nnx.Optimizer`.
+      returns a `ja.training.StepInfo`. `optimizer` is a `jaxaccum.nnx.Optimizer`.
 
     Raises:
       TypeError: `optimizer` is none; or as `value_and_grad`.

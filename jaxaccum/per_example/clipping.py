@@ -50,7 +50,7 @@ def clip(
       A loss function `f(params, batch, *args)`. It has auxiliary outputs, so that `ja.accumulate`
       needs `has_aux=True`: `aux` with `has_aux`, the metrics with `metrics_fn`, or `(aux,
       metrics)` with both. With `key=` each example gets a key of its own, which depends on the
-      cut; keys in the batch, `ja.example_keys`, do not.
+      cut; keys in the batch, `ja.batches.example_keys`, do not.
 
     Raises:
       TypeError: an argument has the wrong type, or `loss_fn` returns something else than means.
