@@ -295,8 +295,11 @@ def _step(make: Callable[[], Any], target: str) -> tuple[Any, tuple[Any, ...], d
 
 def run() -> NoReturn:
     """Runs the command of this process's arguments, and ends the process with its status."""
-    status = main()
-    sys.stdout.flush()
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
+        status = 0
     os.dup2(2, 1)  # what user code prints when Python exits
     sys.exit(status)
 
