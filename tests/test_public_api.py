@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxaccum as ja
+import jaxaccum.testing
 
 ROOT = Path(__file__).parents[1]
 LARGEST_NAMESPACE = 45
@@ -114,6 +115,7 @@ SUBMODULES = {
         "half_life",
     ],
     "diagnostics": ["NoiseScale", "smooth_noise", "batch_advice"],
+    "testing": ["assert_same_window", "assert_stable_step"],
     "rollouts": ["close_windows", "pad_rollouts", "sequence_mean", "token_mean", "constant_mean"],
     "losses": [
         "contrastive",
