@@ -21,6 +21,7 @@ def spread(
     number: int,
     number_run: Any,
     axes: tuple[str, ...],
+    devices: int,
 ) -> tuple[Callable[[Any, Sequence[Any]], list[Any]], list[Any]]:
     """The transpose of combining: what each micro-batch's inexact outputs receive.
 
@@ -35,6 +36,7 @@ def spread(
       number: the micro-batches on this device.
       number_run: how many of them ran; may be traced.
       axes: the mesh axes over which outputs were combined.
+      devices: how many devices there are over them.
 
     Returns:
       `f(index, rows)` to the cotangents for micro-batch `index`, and the leaves whose rows the
@@ -52,10 +54,10 @@ def spread(
         if isinstance(ct, jax.custom_derivatives.SymbolicZero):
             ct = compat.filled(out, out.dtype)
         if isinstance(reducer, Concatenation):
-            ct_rows.append(reduction.own_part(ct, axes))
+            ct_rows.append(reduction.own_part(ct, axes, devices))
             whole.append(("rows", None))
         elif isinstance(reducer, Stack):
-            whole.append(("stack", reduction.own_part(ct, axes)))
+            whole.append(("stack", reduction.own_part(ct, axes, devices)))
         elif isinstance(reducer, Latest):
             last = reduction.is_last(number_run > 0, axes) & (number_run > 0)
             here = numbers == number_run - 1

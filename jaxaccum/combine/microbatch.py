@@ -114,6 +114,17 @@ def _checked(fn: Any, given: dict[str, Any]) -> Options:
     return Options(function=name, loss_fn=fn, **{**given, **own})
 
 
-def _combined(options: Options, args: Sequence[Any], key: Any, num_real: Any) -> Any:
-    """The combined outputs over the micro-batches of `args`, as a function with a derivative."""
-    return Replay(options, args, key, num_real).combined()
+def _combined(
+    options: Options,
+    args: Sequence[Any],
+    key: Any,
+    num_real: Any,
+    check_fn: Callable[[Any], None] = lambda program: None,
+) -> Any:
+    """The combined outputs over the micro-batches of `args`, as a function with a derivative.
+
+    `check_fn` sees the program of the user's function.
+    """
+    replay = Replay(options, args, key, num_real)
+    check_fn(next(iter(replay.programs.values())))
+    return replay.combined()

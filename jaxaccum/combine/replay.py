@@ -66,6 +66,7 @@ class Replay:
         self.options, self.args = options, args
         self.batch = Batch(name, args, options.batch_argnums, options.argnums)
         self.axes = reduction.axes(name, options.axis_name)
+        self.devices = reduction.number_of(self.axes)
         key = arguments.own_key(options, key, self.axes)
         self.segments = cut.segments(
             name, self.batch.rows, options.num_microbatches, options.microbatch_size
@@ -233,7 +234,9 @@ class Replay:
         if self.axes:  # the same on each device
             outs = reduction.reduce(self.reducers, outs, self.axes, self._num_run(inputs) > 0)
             pairs = zip(outs, self.reducers, strict=True)
-            outs = [reduction.gather(x, self.axes) if r.emits else x for x, r in pairs]
+            outs = [
+                reduction.gather(x, self.axes, self.devices) if r.emits else x for x, r in pairs
+            ]
         return outs, extremes
 
     def _num_run(self, inputs: _Inputs) -> Any:
@@ -266,7 +269,14 @@ class Replay:
             )
         )
         micro_cotangents, ct_rows = spread(
-            self.reducers, outs, extremes, cotangents, self.number, self._num_run(inputs), self.axes
+            self.reducers,
+            outs,
+            extremes,
+            cotangents,
+            self.number,
+            self._num_run(inputs),
+            self.axes,
+            self.devices,
         )
 
         def micro_fn(index: Any, packed: Any) -> Outcome:

@@ -1,12 +1,13 @@
 """The one place for differences between JAX versions, and what types say on each of them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.random as jex_random
 import jax.numpy as jnp
+from jax.extend import linear_util
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
@@ -15,6 +16,17 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
         consts, carry, _ = map(len, params["ft_in"].unpack())
         return consts, carry
     return params["num_consts"], params["num_carry"]
+
+
+def is_rule(x: Any) -> bool:
+    """Whether a parameter of an equation is a function that JAX traces into a derivative."""
+    return isinstance(x, linear_util.WrappedFun)
+
+
+@linear_util.transformation2
+def around(fn: Callable[..., Any], wrapper_fn: Callable[..., Any], *args: Any) -> Any:
+    """The rule that is `wrapper_fn(rule, *args)`."""
+    return wrapper_fn(fn, *args)
 
 
 def filled(aval: Any, dtype: Any, value: Any = 0) -> jax.Array:

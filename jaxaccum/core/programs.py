@@ -296,16 +296,24 @@ def _silent_within(eqn: Any) -> Any:
     known = name in (*primitives.CALLS, *primitives.WITHIN, "cond", "scan", "while")
     if not (known and eqn.effects):
         return eqn
-
-    def silent(value: Any) -> Any:
-        if isinstance(value, jex.Jaxpr):  # since jax 0.12 the closed ones too
-            return _silent(value, [True] * len(value.outvars))
-        if isinstance(value, jex.ClosedJaxpr):
-            return value.replace(jaxpr=silent(value.jaxpr))
-        return tuple(map(silent, value)) if name == "cond" and isinstance(value, tuple) else value
-
-    new = eqn.replace(params={k: silent(v) for k, v in eqn.params.items()})
+    new = within(eqn, lambda jaxpr: _silent(jaxpr, [True] * len(jaxpr.outvars)))
     return new.replace(effects=_left(eqn.effects, [eqn], [new]))
+
+
+def within(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """An equation with its inner programs changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, jex.Jaxpr):  # since jax 0.12 the closed ones too
+            return change(value)
+        if isinstance(value, jex.ClosedJaxpr):
+            new = change(value.jaxpr)
+            return value if new is value.jaxpr else value.replace(jaxpr=new)
+        return tuple(map(changed, value)) if type(value) is tuple else value
+
+    params = {k: changed(v) for k, v in eqn.params.items()}
+    same = all(params[k] is v or type(v) is tuple and params[k] == v for k, v in eqn.params.items())
+    return eqn if same else eqn.replace(params=params)
 
 
 def _left(effects: Any, before: Iterable[Any], after: Iterable[Any]) -> Any:

@@ -197,36 +197,55 @@ def is_last(holds: Any, names: tuple[str, ...]) -> jax.Array:
     """Whether this is the last of the devices where `holds` is true."""
     if not names:
         return jnp.asarray(holds)
-    rank = jnp.where(holds, lax.axis_index(names), -1)
+    rank = jnp.where(holds, place_of(names), -1)
     return rank == lax.pmax(rank, names)
 
 
-def gather(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """All devices' `x`, concatenated along axis 0 in their order; the same on each device."""
-    if not checked(names):
+def number_of(names: tuple[str, ...]) -> int:
+    """How many devices there are over the bound axes `names`."""
+    return lax.axis_size(names) if names else 1
+
+
+def place_of(names: tuple[str, ...]) -> jax.Array:
+    """This device's place among those over `names`, also in a rule that runs after its `vmap`."""
+    if all(map(is_bound, names)):
+        return lax.axis_index(names)
+    place = jnp.int32(0)
+    for name in names:
+        place = place * lax.psum(jnp.int32(1), name) + lax.axis_index(name)
+    return place
+
+
+def gather(x: jax.Array, names: tuple[str, ...], number: int) -> jax.Array:
+    """All devices' `x`, concatenated along axis 0 in their order; the same on each device.
+
+    A rule of differentiation that runs after its `vmap` no longer finds how many there are, and so
+    takes their `number`.
+    """
+    if not checked(names) and all(map(is_bound, names)):
         return lax.all_gather(x, names, tiled=True)
-    return widened(lambda part: _gathered(part, names), x)
+    return widened(lambda part: _gathered(part, names, number), x)
 
 
-def _gathered(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _gathered(x: jax.Array, names: tuple[str, ...], number: int) -> jax.Array:
     # The type of a gathered array says that it differs per device; that of a sum does not.
-    shape, spec = (lax.axis_size(names), *x.shape), compat.spec_of(x)
+    shape, spec = (number, *x.shape), compat.spec_of(x)
     # Where `x` lies in parts over an axis that is not of `names`, so does the whole.
     wider = jax.sharding.PartitionSpec(None, *spec) if any(spec) else None
     whole = jnp.zeros(shape, x.dtype, out_sharding=wider)
     whole = lax.dynamic_update_index_in_dim(
-        vary(whole, compat.varying_axes(x)), x, lax.axis_index(names), axis=0
+        vary(whole, compat.varying_axes(x)), x, place_of(names), axis=0
     )
     whole = lax.psum(whole, names)
     return whole.reshape((-1, *x.shape[1:]), out_sharding=spec if any(spec) else None)
 
 
-def own_part(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def own_part(x: jax.Array, names: tuple[str, ...], number: int) -> jax.Array:
     """This device's part of what `gather` made."""
     if not names:
         return x
-    size = x.shape[0] // lax.axis_size(names)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size)
+    size = x.shape[0] // number
+    return lax.dynamic_slice_in_dim(x, place_of(names) * size, size)
 
 
 def _is_count(carry: Any) -> bool:

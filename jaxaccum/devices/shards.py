@@ -217,10 +217,25 @@ def reduce_sums(
         if pending:
             rest.setdefault(pending, []).append(i)
     for pending, members in rest.items():
-        totals = lax.psum([out[i] for i in members], pending)
+        totals = _summed([out[i] for i in members], pending)
         for i, total in zip(members, totals, strict=True):
             out[i] = total
     return out
+
+
+def _summed(trees: list[Any], axes: tuple[str, ...]) -> list[Any]:
+    """`psum` over axes that are manual, or those of a `vmap`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = [PartitionSpec(*compat.spec_of(x)) for x in jax.tree.leaves(trees)]
+    if set(axes) <= set(mesh.manual_axes) or not any(map(any, specs)):
+        return lax.psum(trees, axes)
+    # JAX gives no type to the sum over a `vmap` of arrays that lie over Explicit axes.
+    named = {name for spec in specs for name in axes_in(spec)}
+    leaves, tree = jax.tree.flatten(trees)
+    total = jax.sharding.auto_axes(
+        lambda *xs: tuple(lax.psum(xs, axes)), axes=tuple(sorted(named)), out_sharding=tuple(specs)
+    )
+    return jax.tree.unflatten(tree, total(*leaves))
 
 
 def check_divides(function: str, name: str, x: Any, shard: Shard | None) -> None:

@@ -14,6 +14,7 @@ from jaxaccum.core import checks, compat
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.devices import reduction, shards
 from jaxaccum.devices.shards import Shard, shard_of
+from jaxaccum.window import roads
 from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import Batch
 from jaxaccum.window.bound import Bound
@@ -35,26 +36,50 @@ def sums(
     function = options.function
     batch = Batch(function, args, options.batch_argnums, options.argnums)
     names, mesh, number = _devices(options, args, batch)
-    num_real = call.num_real
-    per_device = np.ndim(num_real) == 1
-    if per_device and np.shape(num_real) != (number,):
+    per_device = np.ndim(call.num_real) == 1
+    if per_device and np.shape(call.num_real) != (number,):
         raise ValueError(
             f"{function}: `num_real` must be a scalar or one number for each of the {number} "
-            f"devices, got {checks.describe(num_real)}."
+            f"devices, got {checks.describe(call.num_real)}."
         )
+    return roads.either(
+        options,
+        mesh,
+        names,
+        lambda own, road: _sums(own, args, call, bound_fn, batch, road),
+        rows=batch.positions,
+        is_typed=bound_fn.is_typed,
+    )
 
+
+def _sums(
+    options: Options,
+    args: Sequence[Any],
+    call: Given,
+    bound_fn: type[Bound],
+    batch: Batch,
+    road: roads.Road,
+) -> WindowSums:
+    """`sums` by one of the roads."""
+    mesh, names, num_real = road.mesh, road.names, call.num_real
+    per_device = np.ndim(num_real) == 1
     tree = Differentiated(options, args, batch)
     own, out, apart = _layouts(tree, mesh, names)
     rows = PartitionSpec(names)
     local = _local(options, names, batch)
     whole_rows = [PartitionSpec()] * len(batch.leaves)
-    local = dataclasses.replace(
-        local,
-        param_specs=tree.tree(own, whole_rows),
-        grad_specs=tree.tree(out, whole_rows),
-        local_params=tree.tree(apart, whole_rows),
-    )
-    own, out = [list(map(_within, apart, specs)) for specs in (own, out)]
+    local = dataclasses.replace(local, local_params=tree.tree(apart, whole_rows))
+    final = list(map(_within, apart, out))
+    if road.in_parts:
+        local = dataclasses.replace(
+            local,
+            param_specs=tree.tree(own, whole_rows),
+            grad_specs=tree.tree(out, whole_rows),
+        )
+        own, out = list(map(_within, apart, own)), final
+    else:  # whole in each group, as far as the window sees; where they lie is said to the compiler
+        local = dataclasses.replace(local, param_specs=None, grad_specs=None)
+        own, out = apart, apart
 
     others = batch.others(args)
     named = call._replace(num_real=None if per_device else num_real)._asdict()
@@ -74,7 +99,9 @@ def sums(
         if per_device:
             own = own._replace(num_real=jnp.asarray(real)[0])
         every = batch.put([positional.get(p) for p in range(len(args))], own_rows)
-        result = bound_fn(local, every, own).sums()
+        bound = bound_fn(local, every, own)
+        road.check(bound.first_loss().program)
+        result = bound.sums()
         flat, layout["tree"] = jax.tree.flatten(result)
         kinds = layout["kinds"] = _kinds(result, rows, grad_specs)
         layout["empty"] = [x for x, kind in zip(flat, kinds, strict=True) if kind is None]
@@ -83,17 +110,16 @@ def sums(
     given = [_place(x, spec, mesh, names) for x, spec in zip(entering.given, specs, strict=True)]
     sharded = (batch.leaves, num_real if per_device else None)
     sharded = jax.tree.map(lambda x: _place(x, rows, mesh, names), sharded)
-    results = jax.shard_map(
-        window_fn,
-        mesh=mesh,
-        in_specs=(specs, rows),
-        out_specs=groups,
-        axis_names=set(names),
-        check_vma=bound_fn.is_typed,
-    )(given, sharded)
+    results = road.map(window_fn, (specs, rows), groups)(given, sharded)
     supplies: dict[Any, Any] = dict(zip(groups, map(iter, results), strict=True))
     supplies[None] = iter(layout["empty"])
-    return jax.tree.unflatten(layout["tree"], [next(supplies[kind]) for kind in layout["kinds"]])
+    found = jax.tree.unflatten(layout["tree"], [next(supplies[kind]) for kind in layout["kinds"]])
+    if road.in_parts:
+        return found
+    grads, structure = jax.tree.flatten(found.grads)
+    lie = jax.tree.leaves(tree.tree(final, [rows] * len(batch.leaves)))
+    grads = [road.laid(x, spec) for x, spec in zip(grads, lie, strict=True)]
+    return dataclasses.replace(found, grads=jax.tree.unflatten(structure, grads))
 
 
 def combine(
@@ -110,7 +136,6 @@ def combine(
     """
     batch = Batch(options.function, args, options.batch_argnums, options.argnums)
     names, mesh, _ = _devices(options, args, batch)
-    local = _local(options, names, batch)
     entering = _Entering((batch.others(args), key, num_real), jax.Array | np.ndarray | float)
     tree = Differentiated(options, args, batch)
     apart = tree.by_position(tree.local_specs(names, mesh))
@@ -118,23 +143,21 @@ def combine(
         s for p, arg in batch.others(args).items() for s in shards.specs_of(arg, apart.get(p))
     ]
     specs = entering.pick([*places, *shards.specs_of((key, num_real))])
-
-    def local_fn(given: list[Any], own_rows: list[Any]) -> Any:
-        others, own_key, real = entering.put(given)
-        every = batch.put([others.get(p) for p in range(len(args))], own_rows)
-        return combined_fn(local, every, own_key, real)
-
     rows = PartitionSpec(names)
-    return jax.shard_map(
-        local_fn,
-        mesh=mesh,
-        in_specs=(specs, rows),
-        out_specs=PartitionSpec(),
-        axis_names=set(names),
-    )(
-        [_place(x, spec, mesh, names) for x, spec in zip(entering.given, specs, strict=True)],
-        [_place(x, rows, mesh, names) for x in batch.leaves],
-    )
+    given = [_place(x, spec, mesh, names) for x, spec in zip(entering.given, specs, strict=True)]
+    own_rows = [_place(x, rows, mesh, names) for x in batch.leaves]
+
+    def combined(own: Options, road: roads.Road) -> Any:
+        local = _local(own, names, batch)
+
+        def local_fn(given: list[Any], own_rows: list[Any]) -> Any:
+            others, own_key, real = entering.put(given)
+            every = batch.put([others.get(p) for p in range(len(args))], own_rows)
+            return combined_fn(local, every, own_key, real, road.check)
+
+        return road.map(local_fn, (specs, rows), PartitionSpec())(given, own_rows)
+
+    return roads.either(options, mesh, names, combined, rows=batch.positions)
 
 
 class _Entering:
