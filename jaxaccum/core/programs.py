@@ -312,7 +312,9 @@ def within(eqn: Any, change: Callable[[Any], Any]) -> Any:
         return tuple(map(changed, value)) if type(value) is tuple else value
 
     params = {k: changed(v) for k, v in eqn.params.items()}
-    same = all(params[k] is v or type(v) is tuple and params[k] == v for k, v in eqn.params.items())
+    same = all(
+        params[k] is v or (type(v) is tuple and params[k] == v) for k, v in eqn.params.items()
+    )
     return eqn if same else eqn.replace(params=params)
 
 
