@@ -31,6 +31,7 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = "jaxaccum"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 
 
