@@ -1,6 +1,7 @@
 """Every Python block of README.md and docs/ runs, and prints what its comments say."""
 
 import contextlib
+import importlib
 import io
 import json
 import pathlib
@@ -8,6 +9,8 @@ import re
 import textwrap
 
 import pytest
+
+import jaxaccum
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -91,3 +94,29 @@ def test_notebooks_are_those_of_their_pages(page):
     cells = json.loads(page.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert code[1:] == [source.strip() for kind, _, source in blocks(page) if kind == "python"]
+
+
+def test_every_public_name_is_in_the_reference():
+    """A module that says what it holds has a page, or the root holds all of it."""
+    pages = "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.rst"))
+    for path in sorted((ROOT / "jaxaccum").rglob("*.py")):
+        if not re.search("^__all__", path.read_text(encoding="utf-8"), re.MULTILINE):
+            continue
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if f"automodule:: {module}\n" not in pages:
+            names = importlib.import_module(module).__all__
+            assert set(names) <= set(jaxaccum.__all__), f"docs/reference has no {module}"
+
+
+def test_every_page_is_in_a_list():
+    """Each page stands in a list of docs/index.md, or of the page that leads to it."""
+    lists = [p for p in (ROOT / "docs").rglob("*.md") if "{toctree}" in p.read_text("utf-8")]
+    listed = {ROOT / "docs/index.md"}
+    for page in lists:
+        for body in re.findall(
+            r"^:::\{toctree\}\n(.*?)^:::$", page.read_text("utf-8"), re.M | re.S
+        ):
+            for entry in re.findall(r"^[^:\s]\S*$", body, re.MULTILINE):
+                listed |= {p for p in page.parent.glob(f"{entry}.*") if p.suffix in (".md", ".rst")}
+    pages = {p for end in ("md", "rst") for p in (ROOT / "docs").rglob(f"*.{end}")}
+    assert pages == listed
