@@ -5,9 +5,9 @@ from typing import Any, Unpack, overload
 
 from jaxaccum.combine.replay import Replay
 from jaxaccum.core import checks
-from jaxaccum.devices import reduction, shards
+from jaxaccum.devices import reduction
 from jaxaccum.numerics import accumulators
-from jaxaccum.window import cut, spmd
+from jaxaccum.window import cut, refusals, spmd
 from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import checked_argnums
 from jaxaccum.window.options import MapCall, MicrobatchOptions
@@ -95,22 +95,14 @@ def _checked(fn: Any, given: dict[str, Any]) -> Options:
     name = "microbatch"
     if not callable(fn):
         raise TypeError(f"{name}: `fn` must be a function, got {checks.describe(fn)}.")
-    cuts = "num_microbatches", "microbatch_size"
-    number, size = cut.check_cut(name, *map(given.get, cuts))
     axes = {n: given.get(n) for n in ("axis_name", "spmd_axis_name")}
     own = {
-        "num_microbatches": number,
-        "microbatch_size": size,
         "accumulator": accumulators.checked(name, given.get("accumulator")),
         "batch_argnums": checked_argnums(name, fn, given.get("batch_argnums"), name="fn"),
         **{n: reduction.names_of(name, n, value) or None for n, value in axes.items()},
+        **cut.checked_cut(name, given),
     }
-    if None not in axes.values():
-        raise ValueError(
-            f"{name}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` for "
-            "plain `jit`; pass one of them."
-        )
-    shards.check_places(name, {"local_params": given.get("local_params")}, *axes.values())
+    refusals.check(name, {**cut.NONE, **given})
     return Options(function=name, loss_fn=fn, **{**given, **own})
 
 

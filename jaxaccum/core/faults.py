@@ -25,18 +25,11 @@ def policy(function: str, value: Any) -> str | None:
     )
 
 
-def limit(function: str, value: Any, skips: str | None) -> int | None:
+def limit(function: str, value: Any) -> int | None:
     """`max_bad_windows`, checked.
 
     Raises:
       TypeError: it is not a static integer.
-      ValueError: it is less than 1, or nothing is left out, so that no window is bad.
+      ValueError: it is less than 1.
     """
-    if value is None:
-        return None
-    if skips is None:
-        raise ValueError(
-            f"{function}: `max_bad_windows` counts windows that are left out; pass "
-            '`skip_nonfinite="window"` or `skip_nonfinite=True` as well.'
-        )
-    return checks.integer(function, "max_bad_windows", value)
+    return None if value is None else checks.integer(function, "max_bad_windows", value)

@@ -177,22 +177,6 @@ def check_reduction(function: str, reduction: Any) -> None:
         )
 
 
-def check_places(function: str, places: dict[str, Any], *axes: Any) -> list[str]:
-    """The options that say how parameters lie over the window's axes, which there must be.
-
-    Raises:
-      ValueError: there is such an option, but not one of the `axes` was given.
-    """
-    given = [name for name, value in places.items() if value is not None]
-    if given and all(axis is None for axis in axes):
-        raise ValueError(
-            f"{function}: `{given[0]}` says how parameters lie over the axes of the window, but "
-            "there are none. Pass `spmd_axis_name` under plain `jit`, or `axis_name` inside "
-            "`shard_map` or `pmap`."
-        )
-    return given
-
-
 def reduce_sums(
     sums: Sequence[Any],
     scatters: Sequence[Shard | None],

@@ -8,12 +8,13 @@ import optax
 
 from jaxaccum.closing.inner import in_one_precision
 from jaxaccum.core import checks, faults
-from jaxaccum.devices import reduction, shards
+from jaxaccum.devices import reduction
 from jaxaccum.numerics import accumulators, loss_scaling
 from jaxaccum.stream.length import checked_length, is_one, until_weight
 from jaxaccum.stream.single import Single
 from jaxaccum.stream.state import MultiSteps, MultiStepsState, check_no_window
 from jaxaccum.stream.update import Stream
+from jaxaccum.window import refusals
 
 
 @checks.renamed(
@@ -118,7 +119,7 @@ def multi_steps(
     skips = faults.policy("multi_steps", skip_nonfinite)
     if loss_scale is not None and skips is None:
         skips = faults.WINDOW
-    limit = faults.limit("multi_steps", max_bad_windows, skips)
+    limit = faults.limit("multi_steps", max_bad_windows)
     for name, value in (("mean_args", mean_args), ("grad_args", grad_args)):
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         if not (listed and all(isinstance(n, str) for n in value)):
@@ -126,7 +127,13 @@ def multi_steps(
                 f"multi_steps: `{name}` must be a tuple of argument names, got {value!r}. For one "
                 f'name pass `{name}=("value",)`.'
             )
-    shards.check_places("multi_steps", {"local_params": local_params}, axis_name)
+    given = {
+        "axis_name": axis_name,
+        "local_params": local_params,
+        "max_bad_windows": max_bad_windows,
+        "skip_nonfinite": skips,
+    }
+    refusals.check("multi_steps", given)
     kind = Single if is_one(every) else Stream
     stream = kind(
         inner=in_one_precision(inner),

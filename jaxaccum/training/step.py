@@ -24,6 +24,7 @@ from jaxaccum.numerics import loss_scaling, weights
 from jaxaccum.stream.state import check_no_window
 from jaxaccum.training.donation import Step
 from jaxaccum.training.records import StepInfo, StepOptions, StepState, TrainStep
+from jaxaccum.window import refusals
 from jaxaccum.window.arguments import Given
 from jaxaccum.window.model_state import check_given
 from jaxaccum.window.options import StepCall, WindowCall
@@ -123,7 +124,9 @@ def train_step(
     window_fn = _window_fn(loss_fn, window_options, scales=loss_scale is not None)
     cut = window_fn.options.batch_argnums
     _check_whole(cut)
-    limit = faults.limit("train_step", max_bad_windows, window_fn.options.policy)
+    limit = faults.limit("train_step", max_bad_windows)
+    policy = window_fn.options.policy
+    refusals.check("train_step", {"max_bad_windows": limit, "skip_nonfinite": policy})
     training = _Training(in_one_precision(optimizer), window_fn, limit, loss_scale)
 
     @signed(call_signature(StepCall, "params", "state", "batch"))

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxaccum.core import checks, faults
 from jaxaccum.numerics import accumulators
+from jaxaccum.window import refusals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +77,7 @@ def own_key(options: Options, key: Any, axes: tuple[str, ...]) -> Any:
     """
     checks.key(options.function, key)
     if key is None and options.accumulator.needs_key:
-        raise ValueError(
-            f"{options.function}: the accumulator rounds stochastically and needs `key=`, a PRNG "
-            "key. Pass one to the call, for example `key=jax.random.key(step)`."
-        )
+        raise refusals.refused("rounding without a key", options.function)
     if key is None or not axes:
         return key
     return jax.random.fold_in(key, jax.lax.axis_index(axes))
@@ -168,13 +166,6 @@ def check_noise_scale(function: str, terms: Any, denominators: Any) -> None:
       ValueError: the loss has several terms, or its denominators were given.
     """
     if terms.num_leaves != 1:
-        raise ValueError(
-            f"{function}: `noise_scale=True` needs a loss of one term, got {terms.num_leaves}: the "
-            "micro-batches of several terms have no common weight. Measure it with the main term "
-            "alone, in a call of its own."
-        )
+        raise refusals.refused("noise of several terms", function, number=terms.num_leaves)
     if denominators is not None:
-        raise ValueError(
-            f"{function}: `noise_scale=True` needs undivided gradients, but `denominators=` "
-            "divides them in the fold. Leave it out: sums of one term merge without it."
-        )
+        raise refusals.refused("noise of divided gradients", function)

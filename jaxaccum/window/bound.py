@@ -15,7 +15,7 @@ from jaxaccum.core.reducers import Addition, Kept, Reducers, reducers_of_sums
 from jaxaccum.core.sums import WindowSums, cleared, kept_if
 from jaxaccum.devices import local_values, reduction
 from jaxaccum.numerics import loss_scaling
-from jaxaccum.window import arguments, cut, into
+from jaxaccum.window import arguments, cut, into, refusals
 from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import Batch
 from jaxaccum.window.gradients import Differentiated
@@ -61,10 +61,7 @@ class Bound:
         if not self.scattering:
             self.moving = self._gathered()
         elif isinstance(self.num_real, jax.Array) and compat.varying_axes(self.num_real):
-            raise ValueError(
-                f'{name}: `num_real` differs per device, but with reduction="scatter" the devices '
-                'meet in every micro-step and would wait for each other. Use reduction="defer".'
-            )
+            raise refusals.refused("scatter of unequal windows", name)
         check_given(name, options.model_state, given.model_state)
         self.state = None
         if options.model_state is not None:

@@ -1,6 +1,6 @@
 """Cutting a batch into micro-batches: exact for every size, without moving sharded rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax import export, lax
 
 from jaxaccum.core import checks
+from jaxaccum.window import refusals
 
 
 class Segment(NamedTuple):
@@ -201,14 +202,16 @@ def _refusing(tree: Any, leaves: Sequence[Any]) -> str:
     return str(tree.node_data()[0].__name__)
 
 
-def check_cut(
-    function: str, num_microbatches: Any, microbatch_size: Any
-) -> tuple[int | None, int | None]:
-    """Both options as ints, exactly one of them given."""
-    checks.one_of(function, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
-    if num_microbatches is not None:
-        return checks.integer(function, "num_microbatches", num_microbatches), None
-    return None, checks.integer(function, "microbatch_size", microbatch_size)
+# The options of a cut, none of which was given.
+NONE: dict[str, Any] = {"num_microbatches": None, "microbatch_size": None}
+
+
+def checked_cut(function: str, options: Mapping[str, Any]) -> dict[str, int | None]:
+    """The two options of a cut as ints, of which `refusals` lets pass exactly one."""
+    return {
+        name: None if options.get(name) is None else checks.integer(function, name, options[name])
+        for name in NONE
+    }
 
 
 def split(
@@ -239,12 +242,14 @@ def split(
       >>> [micro.tolist() for micro in split(jnp.arange(5), num_microbatches=2)]
       [[0, 1, 2], [3, 4]]
     """
-    number, size = check_cut("split", num_microbatches, microbatch_size)
+    options = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+    refusals.check("split", options)
+    chosen = checked_cut("split", options)
     leaves, tree = jax.tree.flatten(batch)
     rows = common_rows("split", {"batch": batch})
     check_rows("split", batch, rows)
     pieces = []
-    for segment in segments("split", rows, number, size):
+    for segment in segments("split", rows, **chosen):
         grid = segment.grid(leaves)
         pieces += [micro_batch(grid, index) for index in range(segment.num)]
     made = [rebuilt("split", tree, piece) for piece in pieces]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jaxaccum.core import compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.devices import shards
+from jaxaccum.window import refusals
 from jaxaccum.window.gradients import Differentiated
 
 
@@ -66,16 +67,11 @@ def _check(name: str, called: str, x: Any, shard: Any, out: Any, own: Sequence[s
     if shard is None:
         shards.check_divides(name, called, x, out)
     elif shard != out:
-        raise ValueError(
-            f"{name}: `grad_specs` {out and out.spec()} differs from `param_specs` {shard.spec()} "
-            "of a sharded parameter; gradients lie like such parameters."
-        )
+        specs = {"grad_specs": out and out.spec(), "param_specs": shard.spec()}
+        raise refusals.refused("parts that differ", name, **specs)
     both = sorted({*(out.axes if out else ()), *(shard.axes if shard else ())} & set(own))
     if both:
-        raise ValueError(
-            f"{name}: `{called}` is split over {both} by `param_specs` or `grad_specs`, and each "
-            "device's own there by `local_params`. Name an axis in one of them."
-        )
+        raise refusals.refused("parts of its own", name, called=called, axes=both)
 
 
 def _check_said(

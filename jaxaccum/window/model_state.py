@@ -12,6 +12,7 @@ from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import wide
 from jaxaccum.core.state_sums import StateSums, like, numbers, sound, statistic
 from jaxaccum.devices import reduction
+from jaxaccum.window import refusals
 
 POLICIES = ("sequential", "pooled", "frozen")
 CHOICES = (
@@ -232,15 +233,9 @@ def check_policy(function: str, policy: Any) -> str | None:
 def check_given(function: str, policy: str | None, state: Any) -> None:
     """Requires a state exactly where there is a policy for it."""
     if policy is None and state is not None:
-        raise TypeError(
-            f"{function}: a model state was given, but what a window does to it was not said. Pass "
-            f"`model_state=` to `{function}`: {CHOICES}."
-        )
+        raise refusals.refused("a state without a policy", function, choices=CHOICES)
     if policy is not None and state is None:
-        raise TypeError(
-            f'{function}: made with `model_state="{policy}"`, it needs the state itself: pass '
-            "`model_state=state` to the call."
-        )
+        raise refusals.refused("a policy without a state", function, policy=policy)
 
 
 def _times(number: jax.Array, value: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
 from jaxaccum.devices import reduction, shards
 from jaxaccum.numerics import accumulators
-from jaxaccum.window import arguments, cut, into, spmd
+from jaxaccum.window import arguments, cut, into, refusals, spmd
 from jaxaccum.window.arguments import Given, Options
 from jaxaccum.window.batch import checked_argnums
 from jaxaccum.window.bound import Bound
@@ -65,8 +65,16 @@ def loss_and_grads(options: Options, args: tuple[Any, ...], sums: WindowSums) ->
     return ((window.loss, aux) if beside else window.loss), grads
 
 
-def checked_options(function: str, loss_fn: Any, given: Mapping[str, Any]) -> Options:
+def checked_options(
+    function: str, loss_fn: Any, given: Mapping[str, Any], **beside: Any
+) -> Options:
     """The checked keywords of a factory, of which `given` came.
+
+    Args:
+      function: the public function's name, for messages.
+      loss_fn: the loss function.
+      given: the keywords that came.
+      beside: those of one room alone, which are checked there; here only in their combinations.
 
     Raises:
       TypeError: an option has the wrong type.
@@ -81,28 +89,14 @@ def checked_options(function: str, loss_fn: Any, given: Mapping[str, Any]) -> Op
     faults.policy(function, others.get("skip_nonfinite", False))
     reduction.names_of(function, "axis_name", others.get("axis_name"))
     reduction.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
-    if others.get("axis_name") is not None and others.get("spmd_axis_name") is not None:
-        raise ValueError(
-            f"{function}: `axis_name` is for code inside `shard_map` or `pmap`, `spmd_axis_name` "
-            "for plain `jit`; pass one of them."
-        )
     check_policy(function, others.get("model_state"))
     shards.check_reduction(function, others.get("reduction", "defer"))
-    places = {name: others.get(name) for name in ("param_specs", "grad_specs", "local_params")}
-    axes = others.get("axis_name"), others.get("spmd_axis_name")
-    placed = shards.check_places(function, places, *axes)
-    if others.get("noise_scale") and others.get("axis_name") and placed:
-        raise ValueError(
-            f"{function}: `noise_scale=True` needs whole gradient sums, but `axis_name` with "
-            f"`{placed[0]}` leaves each device a part. Use `spmd_axis_name` under plain `jit`, "
-            "whose sums are global arrays."
-        )
+    refusals.check(function, {**cut.NONE, **given, **beside})
     unroll = others.get("unroll", 1)
     if not isinstance(unroll, bool):
         others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)
     others["batch_argnums"] = checked_argnums(function, loss_fn, others.get("batch_argnums"))
-    cuts = "num_microbatches", "microbatch_size"
-    others |= zip(cuts, cut.check_cut(function, *map(others.get, cuts)), strict=True)
+    others |= cut.checked_cut(function, given)
     return Options(function=function, loss_fn=loss_fn, **others)
 
 

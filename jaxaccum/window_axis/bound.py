@@ -31,8 +31,7 @@ class AxisOptions(Options):
 
         Raises:
           TypeError: `window_axis_name` is not a name.
-          ValueError: it is that of another axis, `storage` is unknown, or single micro-batches
-            would be left out.
+          ValueError: `storage` is unknown.
         """
         function, name = self.function, self.window_axis_name
         if self.storage not in STORAGES:
@@ -45,18 +44,6 @@ class AxisOptions(Options):
                 f"{checks.describe(name)}. Collectives over devices too name both axes; the "
                 "window's is one."
             )
-        if self.skips:
-            raise ValueError(
-                f"{function}: over the window's axis a micro-batch that is not finite reaches all "
-                "others through the collectives. Leave out the whole window, "
-                '`skip_nonfinite="window"`.'
-            )
-        for other in ("axis_name", "spmd_axis_name"):
-            if name in reduction.names_of(function, other, getattr(self, other)):
-                raise ValueError(
-                    f"{function}: `window_axis_name` and `{other}` both name the axis {name!r}. "
-                    "Give the window's axis a name of its own."
-                )
 
 
 class AxisBound(Bound):

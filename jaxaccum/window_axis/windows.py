@@ -227,5 +227,5 @@ def denominators(
 def _checked(
     function: str, loss_fn: Any, window_axis_name: Any, storage: Any, given: dict[str, Any]
 ) -> AxisOptions:
-    options = vars(checked_options(function, loss_fn, given))
+    options = vars(checked_options(function, loss_fn, given, window_axis_name=window_axis_name))
     return AxisOptions(**options, window_axis_name=window_axis_name, storage=storage)
