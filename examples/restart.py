@@ -68,7 +68,7 @@ def train(folder, *, until, delay=0.0):
         if checkpoints.latest is not None:
             run = checkpoints.restore(run)
         print(f"begins at micro-batch {run.micro_batches}", flush=True)
-        params, state, key, position = run
+        params, state, key, position, _ = run
         while position < until:
             params, state, key = micro_step(params, state, batch_at(position), key)
             position += 1

@@ -1,8 +1,8 @@
 """Checkpoints of a run, in the middle of a window too, with Orbax: `from jaxaccum import orbax`.
 
 What a run needs to go on bit for bit is more than its parameters: the open window's sums and
-counters, the optimizer state, the random key, and where the loader stood, counted in micro-batches.
-All of it is written at once or not at all. The files are Orbax's own.
+counters, the optimizer state, the random key, and where the loader stood, counted in micro-batches
+and in its own words. All of it is written at once or not at all. The files are Orbax's own.
 """
 
 import json
@@ -35,12 +35,16 @@ class Run(NamedTuple):
         `train_step`.
       key: a PRNG key, typed or raw, or a tree of them; `None` for none.
       micro_batches: how many micro-batches the loader has handed out; an int.
+      loader: what the loader says of its position, for one that counting alone does not bring
+        back: `iterator.get_state()` of grain, `state_dict()` of others. Anything that JSON can
+        hold; it comes back as JSON gives it, tuples as lists and keys as text.
     """
 
     params: Any
     state: Any
     key: Any = None
     micro_batches: int = 0
+    loader: Any = None
 
 
 class Checkpoints:
@@ -101,7 +105,7 @@ class Checkpoints:
         """Writes `run`, labelled with its `micro_batches`; returns when it is complete.
 
         Raises:
-          TypeError: `run` is not a `Run` of arrays.
+          TypeError: `run` is not a `Run` of arrays, or JSON cannot hold its `loader`.
           ValueError: there is a checkpoint at this or a later micro-batch.
         """
         position = _position("save", run)
@@ -114,6 +118,7 @@ class Checkpoints:
         checks.arrays("save", tree, name="run")
         table = [_entry(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
         notes = {"format": _FORMAT, "micro_batches": position, "leaves": table}
+        notes["loader"] = _plain(run.loader)
         notes["checksum"] = _checksum(notes)
         self._manager.save(
             position,
@@ -169,7 +174,7 @@ class Checkpoints:
         run = jax.tree.unflatten(structure, values)
         if not all(moved):
             run["state"] = jax.tree.map(_onto, run["state"], like.state, is_leaf=_is_stream)
-        return Run(**run, micro_batches=position)
+        return Run(**run, micro_batches=position, loader=notes["loader"])
 
     def _notes(self, position: int) -> Any:
         """What was noted of a checkpoint's leaves."""
@@ -203,6 +208,17 @@ def _position(function: str, run: Any) -> int:
     if not isinstance(run, Run):
         raise TypeError(f"{function}: expected a `Run`, got {checks.describe(run)}.")
     return checks.integer(function, "micro_batches", run.micro_batches, minimum=0)
+
+
+def _plain(loader: Any) -> Any:
+    """A loader's position as JSON gives it back."""
+    try:
+        return json.loads(json.dumps(loader))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"save: `loader` must be what JSON can hold, got {checks.describe(loader)} ({error}). "
+            "Turn arrays into lists and bytes into text, `base64.b64encode(data).decode()`."
+        ) from error
 
 
 def _tree(run: Run) -> dict[str, Any]:

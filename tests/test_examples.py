@@ -1,11 +1,15 @@
 """The examples run from the command line, and their own checks against the full batch hold."""
 
+import argparse
+import importlib
 import itertools
+import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -121,3 +125,37 @@ def test_bert_finetune(tmp_path):
     (*_, true, true_memory, _), (*_, window, memory, _) = rows
     assert abs(float(true.strip("%")) - float(window.strip("%"))) < 2
     assert float(memory) < 0.5 * float(true_memory)
+
+
+@pytest.mark.slow  # `.ci/run` runs it by itself
+def test_gpt2_pretrain(tmp_path):
+    pytest.importorskip("grain")
+    pytest.importorskip("tokenizers")
+    options = ["--quick", "--checkpoints", str(tmp_path / "run"), "--out", str(tmp_path / "a.png")]
+    output = run("gpt2_pretrain.py", *options, cwd=tmp_path)
+    assert "micro-batches of 4 x 2,048 tokens: 64 for a step of 524,288 on one device, 8" in output
+    assert "micro-batches of 16 x 512 tokens: 64 for a step of 524,288 on one device, 8" in output
+    assert "begins at step 0 of 147" in output
+    assert "OK: the model learns, a step of the tokens that were asked for at a time" in output
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    again = run("gpt2_pretrain.py", *options, cwd=tmp_path)  # the same command goes on
+    assert "begins at step 147 of 147" in again
+
+
+def test_gpt2_rows_go_on_where_the_checkpoint_says(monkeypatch):
+    pytest.importorskip("grain")
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("tqdm")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("gpt2_pretrain")
+    documents = [{"tokens": np.arange(n, dtype=np.int32) + 100 * n} for n in (5, 9, 3, 14, 2)]
+    args = argparse.Namespace(seed=0, sequence_length=7)
+    loader = example.make_loader(documents, args, 2)
+    for _ in range(3):
+        rows = next(loader)
+    assert rows.tokens.shape == (2, 8)
+    state = json.loads(json.dumps(loader.get_state()))
+    again = example.make_loader(documents, args, 2)
+    again.set_state(state)
+    for _ in range(4):
+        np.testing.assert_array_equal(next(loader), next(again))

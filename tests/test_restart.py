@@ -143,6 +143,17 @@ def test_orbax_keeps_the_last_ones(tmp_path):
             checkpoints.restore(run, micro_batches=3)
 
 
+def test_orbax_keeps_the_loaders_own_words(tmp_path):
+    _, run = small()
+    with Checkpoints(tmp_path) as checkpoints:
+        words = {"parent_state": {"next_index": 6}, "remainder": (2, 14), "epoch": None}
+        checkpoints.save(run._replace(loader=words))
+        assert checkpoints.restore(run).loader == words | {"remainder": [2, 14]}
+        with pytest.raises(TypeError, match="save: `loader` must be what JSON can hold"):
+            checkpoints.save(run._replace(micro_batches=4, loader={"index": np.arange(2)}))
+        assert checkpoints.latest == 3
+
+
 def test_orbax_restores_from_abstract_values(tmp_path):
     _, run = small()
     with Checkpoints(tmp_path) as checkpoints:
@@ -474,7 +485,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
 
 def test_no_field_of_a_run_changes_its_meaning():
     """Checkpoints hold the names and their order."""
-    assert Run._fields == ("params", "state", "key", "micro_batches")
+    assert Run._fields == ("params", "state", "key", "micro_batches", "loader")
     assert dataclasses.fields(ja.loss_scaling.LossScale)[0].name == "initial"
     assert ja.loss_scaling.LossScaleState._fields == ("scale", "good_windows", "overflowed")
     assert ja.training.StepState._fields[-2:] == ("ledger", "model_state")
