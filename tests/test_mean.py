@@ -134,6 +134,16 @@ def test_a_mean_is_a_pytree_of_two_leaves():
     assert paths == [".total", ".weight"]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [np.int8(100), np.uint8(200), np.True_, jnp.bfloat16(256), jnp.float16(60000), jnp.int4(7)],
+    ids=lambda part: part.dtype.name,
+)
+def test_narrow_parts_merge_in_a_wide_dtype(part):
+    merged = ja.merge(ja.Mean(part, part), ja.Mean(part, part), ja.Mean(part, part))
+    assert (merged.total, merged.weight, merged.value) == (3 * int(part), 3 * int(part), 1)
+
+
 def test_integer_weights_merge_exactly_past_two_to_the_24():
     merged = ja.merge(ja.Mean(0.0, jnp.int32(2**24)), ja.Mean(0.0, jnp.int32(1)))
     assert merged.weight == 2**24 + 1

@@ -176,6 +176,8 @@ class Mean:
 def pool(a: Mean, b: Mean) -> Mean:
     """One loss over the examples of both: `Mean(a.total + b.total, a.weight + b.weight)`.
 
+    Summed in float32, int32 or wider, as over micro-batches.
+
     Raises:
       TypeError: a part is no array.
       ValueError: the shapes do not fit.
@@ -184,7 +186,14 @@ def pool(a: Mean, b: Mean) -> Mean:
         part._check("merge")
     _check_fits("merge", "total", b.total, a.total)
     _check_fits("merge", "weight", b.weight, a.weight)
-    return Mean(add(a.total, b.total), add(a.weight, b.weight))
+    total = add(_widened(a.total), _widened(b.total))
+    return Mean(total, add(_widened(a.weight), _widened(b.weight)))
+
+
+def _widened(x: Any) -> jax.Array:
+    """A part of a mean in the dtype in which such parts are summed."""
+    x = jnp.asarray(x)
+    return x.astype(wide(x.dtype))
 
 
 def mean(values: Any, where: Any = None, *, weights: Any = None) -> Mean:
