@@ -23,7 +23,7 @@ ROWS, WIDTH, K = 8, 4, 4
 
 
 def main() -> None:
-    args = harness.parser(__doc__, rounds=3).parse_args()
+    args = harness.parser(__doc__, rounds=5).parse_args()
     report = harness.Report("tracing", args)
     for leaves in (100,) if args.quick else (500, 2000):
         params = [jnp.full((WIDTH,), 1 + i / leaves) for i in range(leaves)]
