@@ -120,3 +120,11 @@ def test_every_page_is_in_a_list():
                 listed |= {p for p in page.parent.glob(f"{entry}.*") if p.suffix in (".md", ".rst")}
     pages = {p for end in ("md", "rst") for p in (ROOT / "docs").rglob(f"*.{end}")}
     assert pages == listed
+
+
+def test_the_files_that_the_architecture_names_are_there():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+(?:/\w+)*/\w+\.py)`", text)
+    assert len(named) > 20
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "jaxaccum" / name).exists(), name
