@@ -1,6 +1,12 @@
-"""Every numeric case of a window on every route: two of them for each case, or with -m slow all."""
+"""Every numeric case of a window on every route: two of them for each case, or with -m slow all.
+
+Cases of other kinds (streams over several windows, programs, refusals, memory) have tests of their
+own, which hold the case's number in their names or stand in `ELSEWHERE`.
+"""
 
 import contextlib
+import pathlib
+import re
 from typing import NamedTuple
 
 import jax
@@ -90,3 +96,39 @@ def test_a_case_has_its_answer(name, way):
         assert got.weight == problem.weight
     check = assert_equal if problem.exact else assert_close
     check((got.loss, got.grads), (problem.loss, np.full(8, problem.grad)))
+
+
+ELSEWHERE = {
+    7: "test_stream_cases.py::test_denominators",
+    12: "test_window_programs.py::test_memory_does_not_grow_with_the_window",
+    28: "test_planning.py::test_sequences_on_devices",
+    30: "test_sharding.py::test_scattered_sums_take_less_memory",
+    59: "test_memory.py::test_the_window_stays_the_same",
+    63: "test_leaves.py::test_a_step_changes_no_bit_of_them",
+    64: "test_leaves.py::test_a_stream_changes_no_bit_of_them",
+    67: "test_interop.py::test_what_each_old_micro_step_held_is_said",
+    71: "test_accumulators.py::test_derivatives_are_those_of_the_unrounded_sum",
+    74: "test_nnx.py::test_a_metric_in_the_model_holds_all_rows",
+    75: "test_hostile.py::test_wrong_input_is_refused_in_our_words",
+    76: "test_local_params.py::test_each_expert_has_its_own_gradient_over_the_weight_of_all",
+    77: "test_audit_programs.py::test_programs_that_reduce_too_often",
+    82: "test_nnx.py::test_a_key_reaches_the_loss_as_in_the_core",
+    83: "test_equivalence.py::test_neighbours_of_which_no_micro_batch_holds_two",
+    84: "test_window_programs.py::test_a_leaf_more_adds_less_than_half_an_equation_to_its_gradient",
+}
+
+# A constraint on the window's own axis under `spmd_axis_name`.
+NONE_YET = {78}
+
+
+def test_every_case_has_a_test():
+    texts = {
+        path.name: path.read_text() for path in pathlib.Path(__file__).parent.glob("test_*.py")
+    }
+    numbered = re.findall(r"def test_(?:case_)?0*(\d+)_", "".join(texts.values()))
+    found = {*map(int, numbered), *(int(name.split()[0]) for name in PROBLEMS)}
+    for number, place in ELSEWHERE.items():
+        name, test = place.split("::")
+        if f"def {test}(" in texts[name]:
+            found.add(number)
+    assert found | NONE_YET >= set(range(1, 85))
