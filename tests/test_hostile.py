@@ -106,7 +106,36 @@ def stream(every=2, **options):
     return ja.multi_steps(optax.sgd(1.0), every, **options)
 
 
+def stepped_twice():
+    """A donating step whose state is passed a second time."""
+    init, step = ja.train_step(product, SGD, num_microbatches=2)
+    state = init(jnp.float32(1))
+    step(jnp.float32(1), state, ROWS)
+    return step(jnp.float32(1), state, ROWS)
+
+
 REFUSED = {
+    "a Boolean as denominator": (
+        lambda: ja.value_and_grad(product, num_microbatches=2)(
+            jnp.float32(1), ROWS, denominators=True
+        ),
+        "value_and_grad: `denominators` must be a number, got True",
+    ),
+    "a state that was taken over": (stepped_twice, r"the buffer of `state\.\w+.*` is gone.*donate"),
+    "the state of a chain for a part of it": (
+        lambda: stream().update(
+            jnp.float32(1), optax.chain(optax.identity(), stream()).init(jnp.float32(1))
+        ),
+        r"multi_steps: `state` must come from `init`, got tuple.*`state\[1\]`",
+    ),
+    "specs of an optax.MultiSteps": (
+        lambda: ja.state_specs((optax.MultiSteps(SGD, 2).init(jnp.float32(1)),), "data"),
+        "state_specs: `state` must come from a `ja.multi_steps`, got MultiStepsState of Optax",
+    ),
+    "a closed-over batch in a step": (
+        lambda: ja.train_step(lambda w: product(w, ROWS), SGD, num_microbatches=2),
+        "train_step: the batch must be an argument of the loss",
+    ),
     "texts in aux": (
         lambda: window(lambda w, x: (product(w, x), {"a": "text"}), has_aux=True),
         r"value_and_grad: `aux\['a'\]` must be an array",
@@ -139,7 +168,7 @@ REFUSED = {
             sums_of(product, jnp.float32(1)),
             sums_of(lambda w, x: ja.mean(w[0] * x), jnp.ones(2)),
         ),
-        r"merge: `b.grads` is float32\[2\]",
+        r"merge: `a.grads` is float32\[\], expected the shape \(2,\)",
     ),
     "an accumulating optimizer in a step": (
         lambda: ja.train_step(product, stream(), num_microbatches=1).init(jnp.ones(2)),

@@ -173,9 +173,17 @@ def check_state(state: Any) -> None:
       TypeError: it is something else, or a field is.
     """
     if not isinstance(state, MultiStepsState):
-        raise TypeError(
-            f"multi_steps: `state` must come from `init`, got {_kind(state)}. {_OTHERS}"
+        remedy = _OTHERS
+        places = jax.tree_util.tree_leaves_with_path(
+            state, is_leaf=lambda x: isinstance(x, MultiStepsState)
         )
+        for path, node in places:
+            if isinstance(node, MultiStepsState):
+                remedy = (
+                    "It is that of a transformation around `multi_steps`, such as `optax.chain`, "
+                    f"whose `update` takes it; this one takes `state{jax.tree_util.keystr(path)}`."
+                )
+        raise TypeError(f"multi_steps: `state` must come from `init`, got {_kind(state)}. {remedy}")
     for name in (*_COUNTS, *_FLAGS):
         field, kind = getattr(state, name), jnp.bool_ if name in _FLAGS else jnp.int32
         if not hasattr(field, "dtype") or field.dtype != kind or np.shape(field):
@@ -247,6 +255,9 @@ def state_specs(state: Any, axis_name: str | Sequence[str], *, local_params: Any
     Returns:
       A tree like `state` with `PartitionSpec` leaves.
 
+    Raises:
+      TypeError: the state is one of `optax.MultiSteps`, or `axis_name` is no name.
+
     Example:
       >>> import jax, jaxaccum as ja, jax.numpy as jnp, optax
       >>> tx = ja.multi_steps(optax.sgd(1.0), 2, axis_name="data")
@@ -260,6 +271,11 @@ def state_specs(state: Any, axis_name: str | Sequence[str], *, local_params: Any
     local = PartitionSpec(names if len(names) > 1 else names[0])
 
     def specs(node: Any) -> Any:
+        if isinstance(node, optax.MultiStepsState):
+            raise TypeError(
+                f"state_specs: `state` must come from a `ja.multi_steps`, got {_kind(node)}, which "
+                f"keeps no sums of a device's own. {_OTHERS}"
+            )
         if not isinstance(node, MultiStepsState):
             return PartitionSpec()
         whole = jax.tree.map(lambda _: PartitionSpec(), node)
@@ -268,7 +284,8 @@ def state_specs(state: Any, axis_name: str | Sequence[str], *, local_params: Any
             inner_state=inner_specs(node.inner_state, node.grad_carry, local_params, names),
         )
 
-    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, MultiStepsState))
+    kinds = MultiStepsState, optax.MultiStepsState
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, kinds))
 
 
 def flush(tx: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:

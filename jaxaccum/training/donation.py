@@ -39,6 +39,7 @@ class Step:
             given = inspect.signature(self.__wrapped__).bind(*args, **named).arguments
         except TypeError:
             return
+        self._check_alive(error, _arrays(given))
         names = list(given)
         if isinstance(error, jax.errors.JaxRuntimeError):
             donated = {name: given[name] for i, name in enumerate(names) if i in self._donated}
@@ -54,6 +55,15 @@ class Step:
                     checks.arrays(self._function, leaf, name=where, remedy="Pass arrays only.")
                 except TypeError as reason:
                     raise reason from error
+
+    def _check_alive(self, error: Exception, arrays: Iterator[tuple[str, jax.Array]]) -> None:
+        """Refuses arrays that an earlier call took over."""
+        for name, leaf in arrays:
+            if leaf.is_deleted():
+                raise ValueError(
+                    f"{self._function}: the buffer of `{name}` is gone: an earlier call took it "
+                    "over. Pass what that call returned, or make the step with `donate=False`."
+                ) from error
 
     def _check_buffers(self, error: Exception, donated: Iterator[Any], kept: Iterator[Any]) -> None:
         """Refuses buffers that are taken over and come twice."""

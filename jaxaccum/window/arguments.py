@@ -127,18 +127,20 @@ def check_denominators(function: str, given: Any) -> None:
 
     Raises:
       TypeError: they are not numbers.
-      ValueError: one is zero or not finite.
+      ValueError: one is not finite, or not above zero.
     """
     remedy = "`ja.denominators(loss_fn, ...)` returns them."
     checks.arrays(function, given, name="denominators", remedy=remedy)
     for path, leaf in jax.tree_util.tree_leaves_with_path(given):
-        known = not isinstance(leaf, jax.core.Tracer) and np.ndim(leaf) == 0
+        called = f"`denominators{jax.tree_util.keystr(path)}`"
+        if jnp.result_type(leaf) == jnp.bool_:
+            raise TypeError(f"{function}: {called} must be a number, got {leaf}. {remedy}")
+        known = not isinstance(leaf, jax.core.Tracer) and np.isrealobj(leaf) and np.ndim(leaf) == 0
         number = np.asarray(leaf if known else 1)  # of NumPy, also while something is traced
-        if not np.isfinite(number) or number == 0:
+        if not np.isfinite(number) or number <= 0:
             raise ValueError(
-                f"{function}: `denominators{jax.tree_util.keystr(path)}` must be finite and not "
-                f"zero, got {leaf}. Pass what the term is to be divided by, or leave a term in "
-                "which nothing counts out of the loss."
+                f"{function}: {called} must be finite and above zero, got {leaf}. Pass what the "
+                "term is to be divided by, or leave a term in which nothing counts out of the loss."
             )
 
 
