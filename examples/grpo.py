@@ -114,7 +114,7 @@ def make_loss(mean_fn):
         values = rollouts.clipped_loss(
             log_probs, batch.log_probs, advantages=batch.advantage, clip_high=0.28
         )
-        return mean_fn(values, batch.mask), rollouts.version_lag(batch.version, version, batch.real)
+        return mean_fn(values, batch.mask), rollouts.version_lag(batch.version, version, batch.mask)
 
     return loss_fn
 

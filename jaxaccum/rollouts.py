@@ -22,10 +22,17 @@ from jaxaccum.core import checks
 from jaxaccum.core.mean import mean
 from jaxaccum.core.reducers import Max, Min
 from jaxaccum.losses.policy import clipped_loss, constant_mean, sequence_mean, token_mean
+from jaxaccum.losses.sampling import (
+    effective_share,
+    mismatch,
+    reference_divergence,
+    truncated_weights,
+)
 
 __all__ = [
-    "Rollout", "RolloutBatch", "clipped_loss", "close_windows", "constant_mean",
-    "group_advantages", "pad_rollouts", "sequence_mean", "token_mean", "version_lag",
+    "Rollout", "RolloutBatch", "clipped_loss", "close_windows", "constant_mean", "effective_share",
+    "group_advantages", "mismatch", "pad_rollouts", "reference_divergence", "sequence_mean",
+    "token_mean", "truncated_weights", "version_lag",
 ]  # fmt: skip
 
 
@@ -37,15 +44,21 @@ class Rollout(NamedTuple):
       prompt_length: how many of the tokens are the prompt; at least 1.
       log_probs: the log-probability of each completion token under the policy that sampled it;
         float `[length - prompt_length]`.
-      advantage: from `group_advantages`, or another estimate.
-      version: the version of the weights that sampled it.
+      advantage: from `group_advantages`, or another estimate; one number, or one for each
+        completion token.
+      version: the version of the weights that sampled it; one int, or one for each completion
+        token where weights were published while it was being written.
+      own: which completion tokens the policy wrote itself, not a tool or another speaker; bool
+        `[length - prompt_length]`, or `None` for all. The others stay in the sequence and are no
+        targets.
     """
 
     tokens: np.ndarray
     prompt_length: int
     log_probs: np.ndarray
-    advantage: float
-    version: int = 0
+    advantage: float | np.ndarray
+    version: int | np.ndarray = 0
+    own: np.ndarray | None = None
 
 
 class RolloutBatch(NamedTuple):
@@ -53,10 +66,10 @@ class RolloutBatch(NamedTuple):
 
     Attributes:
       tokens: int32 `[rows, length]`.
-      mask: bool `[rows, length - 1]`; where a target is a completion token.
+      mask: bool `[rows, length - 1]`; where a target is a completion token of the policy's own.
       log_probs: float32 `[rows, length - 1]`; of the targets, zero elsewhere.
-      advantage: float32 `[rows]`.
-      version: int32 `[rows]`.
+      advantage: float32 `[rows, length - 1]`; of the targets, zero elsewhere.
+      version: int32 `[rows, length - 1]`; likewise.
       real: bool `[rows]`; false for rows that only pad.
     """
 
@@ -132,7 +145,7 @@ def pad_rollouts(
 
     Raises:
       ValueError: there is no rollout, one has no prompt or the wrong number of log-probabilities,
-        or no bucket is large enough.
+        advantages, versions or marks, or no bucket is large enough.
 
     Example:
       >>> rollout = Rollout(np.array([5, 6, 7]), 1, np.array([-0.5, -1.0]), 2.0)
@@ -149,25 +162,44 @@ def pad_rollouts(
         tokens=np.full((rows, length), padding, np.int32),
         mask=np.zeros((rows, length - 1), bool),
         log_probs=np.zeros((rows, length - 1), np.float32),
-        advantage=np.zeros(rows, np.float32),
-        version=np.zeros(rows, np.int32),
+        advantage=np.zeros((rows, length - 1), np.float32),
+        version=np.zeros((rows, length - 1), np.int32),
         real=np.arange(rows) < len(rollouts),
     )
     for row, rollout in enumerate(rollouts):
+        _check_rollout(row, rollout)
         size, prompt = len(rollout.tokens), rollout.prompt_length
-        if prompt < 1 or len(rollout.log_probs) != size - prompt:
-            raise ValueError(
-                f"pad_rollouts: rollout {row} has {size} tokens, a prompt of {prompt} and "
-                f"{len(rollout.log_probs)} log-probabilities. Give one for each completion token "
-                "and a prompt of at least one."
-            )
         batch.tokens[row, :size] = rollout.tokens
         targets = slice(prompt - 1, size - 1)
-        batch.mask[row, targets] = True
-        batch.log_probs[row, targets] = rollout.log_probs
-        batch.advantage[row] = rollout.advantage
-        batch.version[row] = rollout.version
+        own = np.ones(size - prompt, bool) if rollout.own is None else np.asarray(rollout.own)
+        batch.mask[row, targets] = own
+        for name in ("log_probs", "advantage", "version"):
+            # Tool output has no log-probability of the policy; whatever stands there is not kept.
+            getattr(batch, name)[row, targets] = np.where(own, getattr(rollout, name), 0)
     return batch
+
+
+def _check_rollout(row: int, rollout: Rollout) -> None:
+    size, prompt = len(rollout.tokens), rollout.prompt_length
+    if prompt < 1 or len(rollout.log_probs) != size - prompt:
+        raise ValueError(
+            f"pad_rollouts: rollout {row} has {size} tokens, a prompt of {prompt} and "
+            f"{len(rollout.log_probs)} log-probabilities. Give one for each completion token "
+            "and a prompt of at least one."
+        )
+    for name in ("advantage", "version", "own"):
+        value = getattr(rollout, name)
+        allowed = [(size - prompt,)] if name == "own" else [(), (size - prompt,)]
+        if value is not None and np.shape(value) not in allowed:
+            raise ValueError(
+                f"pad_rollouts: `{name}` of rollout {row} has the shape {np.shape(value)}, and "
+                f"there are {size - prompt} completion tokens. Give one for each."
+            )
+    if rollout.own is not None and np.asarray(rollout.own).dtype != bool:
+        raise ValueError(
+            f"pad_rollouts: `own` of rollout {row} must be boolean, got "
+            f"{checks.describe(rollout.own)}. Compare first, for example `own > 0`."
+        )
 
 
 def _bucket(name: str, buckets: Sequence[int], needed: int) -> int:
@@ -221,17 +253,17 @@ def group_advantages(
     return advantages.reshape(-1)
 
 
-def version_lag(version: Any, current: Any, real: jax.Array) -> dict[str, Any]:
+def version_lag(version: Any, current: Any, mask: jax.Array) -> dict[str, Any]:
     """How many versions behind the samples' weights are, as auxiliary outputs of a window.
 
     Args:
-      version: the version that sampled each row; int `[rows]`.
+      version: the version that sampled each token; int `[rows, tokens]`, or another shape.
       current: the version that is trained, a scalar; pass it as an array so that it is traced.
-      real: bool `[rows]`; rows that count.
+      mask: bool, the shape of `version`; what counts.
 
     Returns:
-      `{"min": ja.Min, "max": ja.Max, "mean": ja.Mean}`, int32 and a mean. In a window without real
-      rows min is the largest int32 and max the smallest.
+      `{"min": ja.Min, "max": ja.Max, "mean": ja.Mean}`, int32 and a mean. In a window where nothing
+      counts min is the largest int32 and max the smallest.
 
     Example:
       >>> lag = version_lag(jnp.array([3, 1, 0]), 3, jnp.array([True, True, False]))
@@ -241,7 +273,7 @@ def version_lag(version: Any, current: Any, real: jax.Array) -> dict[str, Any]:
     lag = jnp.asarray(current, jnp.int32) - jnp.asarray(version, jnp.int32)
     ends = jnp.iinfo(jnp.int32)
     return {
-        "min": Min(jnp.min(jnp.where(real, lag, ends.max))),
-        "max": Max(jnp.max(jnp.where(real, lag, ends.min))),
-        "mean": mean(lag, where=real),
+        "min": Min(jnp.min(jnp.where(mask, lag, ends.max))),
+        "max": Max(jnp.max(jnp.where(mask, lag, ends.min))),
+        "mean": mean(lag, where=mask),
     }

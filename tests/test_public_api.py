@@ -116,7 +116,17 @@ SUBMODULES = {
     ],
     "diagnostics": ["NoiseScale", "smooth_noise", "batch_advice"],
     "testing": ["assert_same_window", "assert_stable_step"],
-    "rollouts": ["close_windows", "pad_rollouts", "sequence_mean", "token_mean", "constant_mean"],
+    "rollouts": [
+        "close_windows",
+        "pad_rollouts",
+        "sequence_mean",
+        "token_mean",
+        "constant_mean",
+        "truncated_weights",
+        "mismatch",
+        "effective_share",
+        "reference_divergence",
+    ],
     "losses": [
         "contrastive",
         "contrastive_fn",

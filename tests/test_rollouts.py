@@ -142,13 +142,15 @@ def test_lag_over_a_window():
     batch = rollouts.pad_rollouts(made, row_buckets=[8], length_buckets=[16])
 
     def loss_fn(w, batch, current):
-        lag = rollouts.version_lag(batch.version, current, batch.real)
+        lag = rollouts.version_lag(batch.version, current, batch.mask)
         return rollouts.token_mean(w * batch.log_probs, batch.mask), lag
 
     f = jax.jit(ja.value_and_grad(loss_fn, num_microbatches=4, has_aux=True))
     (_, lag), _ = f(jnp.float32(1), batch, jnp.int32(5))
     assert (lag["min"], lag["max"]) == (3, 5)
-    np.testing.assert_allclose(lag["mean"], 29 / 7, rtol=2 * EPS)
+    sizes = np.array([completion(r) for r in made])
+    want = np.sum(sizes * [5 - r.version for r in made]) / sizes.sum()  # every token counts once
+    np.testing.assert_allclose(lag["mean"], want, rtol=2 * EPS)
 
 
 def test_refusals():
@@ -171,10 +173,10 @@ def test_refusals():
         rollouts.group_advantages(np.ones(6), 4)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 4)])
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (4, 3)])
 def test_the_clipped_loss_takes_one_advantage_for_each_row(shape):
     values = jnp.zeros((3, 4))
-    with pytest.raises(ValueError, match="`advantages` one number for each row"):
+    with pytest.raises(ValueError, match="`advantages` one number for each row or token"):
         rollouts.clipped_loss(values, values, advantages=jnp.ones(shape))
     with pytest.raises(ValueError, match="`old_log_probs` must have one shape"):
         rollouts.clipped_loss(values, values[:, :1], advantages=jnp.ones(3))
@@ -203,3 +205,79 @@ def test_the_example_learns_and_does_not_depend_on_the_split(tmp_path):
     first, last = (float(word) for word in line.split() if word[0].isdigit())
     assert first < 0.2
     assert last > 0.8
+
+
+def test_an_answer_of_several_versions_with_a_tools_words_in_it():
+    tokens = np.array([9, 1, 2, 3, 4])
+    own = np.array([True, False, True, True])
+    log_probs = np.array([-1.0, np.nan, -3.0, -4.0])  # nobody sampled the tool's token
+    answer = rollouts.Rollout(tokens, 1, log_probs, np.array([1, 7, 2, -1]), np.array([3, 3, 4, 5]),
+                              own)  # fmt: skip
+    batch = rollouts.pad_rollouts([answer], row_buckets=[2], length_buckets=[6])
+    assert batch.mask.tolist() == [[True, False, True, True, False], [False] * 5]
+    assert batch.advantage.tolist() == [[1, 0, 2, -1, 0], [0] * 5]
+    assert batch.version.tolist() == [[3, 0, 4, 5, 0], [0] * 5]
+    assert batch.log_probs.tolist() == [[-1, 0, -3, -4, 0], [0] * 5]
+    lag = rollouts.version_lag(batch.version, 5, batch.mask)
+    assert (lag["min"].value, lag["max"].value, lag["mean"].value) == (0, 2, 1)
+    for wrong, match in (
+        ({"own": own[:2]}, "`own` of rollout 0"),
+        ({"own": own.astype(int)}, "must be boolean"),
+        ({"version": np.ones(3, int)}, "`version` of rollout 0"),
+        ({"advantage": np.ones(5)}, "`advantage` of rollout 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            rollouts.pad_rollouts([answer._replace(**wrong)], row_buckets=[1], length_buckets=[6])
+
+
+def test_an_off_policy_window_is_that_of_float64_for_any_split():
+    """Truncated weights, a reference term with its own denominator, and the window's metrics."""
+    made = samples(13, seed=5)
+    batch = rollouts.pad_rollouts(made, row_buckets=[16], length_buckets=[16])
+    rng = np.random.default_rng(1)
+    reference = rng.uniform(-3, -1, batch.mask.shape).astype(np.float32)
+    scale = np.float32(0.6)
+
+    def loss_fn(w, data):
+        batch, reference = data
+        log_probs = w * batch.log_probs
+        weights = rollouts.truncated_weights(log_probs, batch.log_probs, limit=1.5)
+        objective = rollouts.token_mean(-weights * batch.advantage * log_probs, batch.mask)
+        apart = rollouts.reference_divergence(log_probs, reference)
+        loss = {"policy": objective, "reference": 0.1 * rollouts.sequence_mean(apart, batch.mask)}
+        return loss, rollouts.mismatch(log_probs, batch.log_probs, mask=batch.mask)
+
+    mask, old = batch.mask, batch.log_probs.astype(np.float64)
+    new, ratio = scale * old, np.exp((scale - 1) * old)
+    assert (ratio[mask] > 1.5).any()
+    assert (ratio[mask] < 1.5).any()
+    slope = -np.minimum(ratio, 1.5) * batch.advantage * old
+    gap = reference - new
+    apart = np.where(mask, np.exp(gap) - 1 - gap, 0)
+    apart_slope = np.where(mask, (1 - np.exp(gap)) * old, 0)
+    rows = mask.any(1)
+    lengths = mask.sum(1)[rows]
+    want = slope[mask].mean() + 0.1 * np.mean(apart_slope.sum(1)[rows] / lengths)
+    want_loss = (slope * scale)[mask].mean() + 0.1 * np.mean(apart.sum(1)[rows] / lengths)
+    for number in (1, 3, 16):
+        f = ja.value_and_grad(loss_fn, num_microbatches=number, has_aux=True)
+        (loss, seen), grad = f(scale, (batch, reference))
+        np.testing.assert_allclose(loss, want_loss, rtol=64 * EPS)
+        np.testing.assert_allclose(grad, want, rtol=64 * EPS)
+        share = ratio[mask].mean() ** 2 / (ratio[mask] ** 2).mean()
+        np.testing.assert_allclose(rollouts.effective_share(seen), share, rtol=32 * EPS)
+        divergence = (ratio - 1 - (scale - 1) * old)[mask].mean()
+        np.testing.assert_allclose(seen["divergence"], divergence, rtol=64 * EPS)
+
+
+def test_off_policy_functions_check_shapes():
+    one, other = jnp.zeros((2, 3)), jnp.zeros((2, 1))
+    for call in (
+        lambda: rollouts.truncated_weights(one, other),
+        lambda: rollouts.mismatch(one, other, mask=one > 0),
+        lambda: rollouts.reference_divergence(one[0], one[0]),
+    ):
+        with pytest.raises(ValueError, match=r"must have one shape \[rows, tokens\]"):
+            call()
+    with pytest.raises(ValueError, match="`limit` must be positive"):
+        rollouts.truncated_weights(one, one, limit=0)

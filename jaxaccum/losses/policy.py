@@ -33,7 +33,7 @@ def clipped_loss(
     Args:
       log_probs: of the tokens under the policy that is trained; `[rows, tokens]`.
       old_log_probs: under the policy that sampled them; the same shape.
-      advantages: `[rows]`.
+      advantages: `[rows]`, or one for each token, `[rows, tokens]`.
       clip: how far the ratio counts downwards.
       clip_high: how far upwards, `clip` by default; DAPO takes 0.28 with 0.2.
 
@@ -50,16 +50,18 @@ def clipped_loss(
       [[-1.  -1.2]]
     """
     shape = jnp.shape(log_probs)
-    rows = shape[:1] if len(shape) == 2 else None
-    if jnp.shape(old_log_probs) != shape or jnp.shape(advantages) != rows:
+    allowed = (shape[:1], shape) if len(shape) == 2 else ()
+    if jnp.shape(old_log_probs) != shape or jnp.shape(advantages) not in allowed:
         raise ValueError(
             "clipped_loss: `log_probs` and `old_log_probs` must have one shape [rows, tokens], and "
-            f"`advantages` one number for each row, got {checks.describe(log_probs)}, "
+            "`advantages` one number for each row or token, got "
+            f"{checks.describe(log_probs)}, "
             f"{checks.describe(old_log_probs)} and {checks.describe(advantages)}."
         )
     ratio = jnp.exp(log_probs - old_log_probs)
     high = clip if clip_high is None else clip_high
-    advantages = advantages[:, None]
+    if jnp.ndim(advantages) == 1:
+        advantages = advantages[:, None]
     return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip, 1 + high) * advantages)
 
 
