@@ -18,6 +18,7 @@ from jaxaccum.combine.microbatch import microbatch
 from jaxaccum.core.mean import Mean, mean
 from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum
 from jaxaccum.core.sums import Window, WindowSums, finalize, merge
+from jaxaccum.devices.gathering import gather
 from jaxaccum.diagnostics.equivalence import check_equivalence
 from jaxaccum.diagnostics.gradient_noise import noise_scale
 from jaxaccum.health import check_healthy
@@ -56,6 +57,7 @@ __all__ = [
     "finalize",
     "fit_microbatch",
     "flush",
+    "gather",
     "has_updated",
     "interop",
     "loss_scaling",

@@ -52,6 +52,7 @@ class Ending:
       judges: whether a window that is not finite is dropped.
       axes: the mesh axes over which the sums still have to meet.
       own: for each gradient the axes over which its parameter is a device's own.
+      wire: the dtype in which the gradients' sums meet.
     """
 
     run_fn: Callable[..., tuple[Any, Any]]
@@ -63,6 +64,7 @@ class Ending:
     judges: bool = False
     axes: tuple[str, ...] = ()
     own: Sequence[tuple[str, ...]] = ()
+    wire: Any = None
 
     @property
     def is_late(self) -> bool:
@@ -86,7 +88,7 @@ class Ending:
         """Reduces and judges before that, for `hand_over`."""
         rest, params = operands
         window = dataclasses.replace(rest, grads=grads)
-        window = reduction.reduce_window(window, self.axes, own=self.own)
+        window = reduction.reduce_window(window, self.axes, own=self.own, wire=self.wire)
         sound = jnp.ones((), jnp.bool_)
         if self.judges:
             sound = _read(window).is_finite() & all_finite(jax.tree.leaves(window.aux))

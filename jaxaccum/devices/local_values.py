@@ -11,7 +11,12 @@ from jaxaccum.core.reducers import Sum, is_marked
 
 
 def check_undivided(
-    function: str, program: programs.Program, number: int, names: Sequence[str]
+    function: str,
+    program: programs.Program,
+    number: int,
+    names: Sequence[str],
+    *,
+    parameters: int = 0,
 ) -> None:
     """Refuses a loss that was already reduced over the axes that the window reduces over.
 
@@ -24,11 +29,12 @@ def check_undivided(
       program: the loss; its first `number` flat outputs are totals, the next `number` weights.
       number: how many terms the loss has.
       names: the mesh axes.
+      parameters: so many flat inputs, the first, are parameters, whose parts may be gathered.
     """
-    inputs = [None] * len(program.closed.in_avals)
+    inputs = _inputs(program, parameters, None)
     found = labels.follow(program.closed, inputs, _reduced_over(frozenset(names))).outs
     for position, collective in enumerate(found[: 2 * number]):
-        if collective is not None:
+        if collective not in (None, _PARAMETER):
             what = "total" if position < number else "weight"
             raise ValueError(
                 f"{function}: the loss function takes a {collective} of its {what} over the axis "
@@ -45,6 +51,7 @@ def check_outputs(
     names: Sequence[str],
     *,
     terms: Sequence[str] = (),
+    parameters: int = 0,
 ) -> None:
     """Refuses what would be summed over devices though a collective made it the same on each.
 
@@ -59,9 +66,11 @@ def check_outputs(
       outputs: its marked outputs.
       names: the mesh axes.
       terms: how the terms of a loss are called in messages.
+      parameters: as in `check_undivided`.
     """
-    inputs = [_LOCAL] * len(program.closed.in_avals)
+    inputs = _inputs(program, parameters, _LOCAL)
     found = labels.follow(program.closed, inputs, _same_over(frozenset(names))).outs
+    found = [_LOCAL if label is _PARAMETER else label for label in found]
     means = list(zip(terms, found, found[len(terms) :], strict=False))
     rest = iter(found[2 * len(terms) :])
     for path, mark in jax.tree_util.tree_leaves_with_path(outputs, is_leaf=is_marked):
@@ -88,8 +97,18 @@ def _refuse(function: str, what: str, collective: str, names: Sequence[str]) -> 
     )
 
 
-# The label of what is made of each device's own values.
-_LOCAL = "local"
+# The label of what is made of each device's own values, and of parameters alone.
+_LOCAL, _PARAMETER = "local", "parameter"
+
+
+def _inputs(program: programs.Program, parameters: int, label: Any) -> list[Any]:
+    rest = len(program.closed.in_avals) - parameters
+    return [*[_PARAMETER] * parameters, *[label] * rest]
+
+
+def _completes(eqn: Any, found: Sequence[Any]) -> bool:
+    """Whether an equation gathers the parts of parameters, which makes no sum of them."""
+    return programs.has(eqn, primitives.GATHER) and set(found) == {_PARAMETER}
 
 
 def _same_over(names: frozenset[str]) -> programs.Rule:
@@ -100,10 +119,15 @@ def _same_over(names: frozenset[str]) -> programs.Rule:
     """
 
     def rule(eqn: Any, found: Sequence[Any]) -> Sequence[Any]:
-        if _reduces(eqn, names):
+        same = [label for label in found if label not in (None, _LOCAL, _PARAMETER)]
+        if _completes(eqn, found):
+            label = _PARAMETER
+        elif _reduces(eqn, names):
             label = _said(eqn)
         elif _LOCAL in found or not names.isdisjoint(programs.axes_of(eqn)):
             label = _LOCAL
+        elif _PARAMETER in found:
+            label = _LOCAL if same else _PARAMETER
         else:
             label = labels.first(found)
         return [label] * len(eqn.outvars)
@@ -128,6 +152,9 @@ def _reduced_over(names: frozenset[str]) -> programs.Rule:
 
     def rule(eqn: Any, found: Sequence[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
+        if _completes(eqn, found):
+            return [_PARAMETER] * len(eqn.outvars)
+        found = [None if label is _PARAMETER and len(eqn.invars) > 1 else label for label in found]
         if _reduces(eqn, names):
             return [_said(eqn)] * len(eqn.outvars)
         if programs.has(eqn, primitives.MULTIPLE):

@@ -83,6 +83,7 @@ def reduce(
     scatters: Sequence[shards.Shard | None] | None = None,
     done: Sequence[shards.Shard | None] | None = None,
     over: Sequence[tuple[str, ...]] | None = None,
+    wires: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Combines the devices' carries; all sums meet in one reduction.
 
@@ -98,6 +99,7 @@ def reduce(
       scatters: the shard into which each sum is reduce-scattered, `None` for whole sums.
       done: the shard into which each sum was reduce-scattered in the loop.
       over: the axes over which each is combined; `names` by default.
+      wires: the dtype in which each sum travels, `None` for its own.
     """
     if not names:
         return list(carries)
@@ -108,6 +110,7 @@ def reduce(
 
     nowhere: list[shards.Shard | None] = [None] * len(out)
     scatters, done, over = scatters or nowhere, done or nowhere, over or [names] * len(out)
+    wires = wires or nowhere
     added = of(Addition)
     # A count travels with its rounded value, which tells whether the sum of the integers wrapped.
     counts = [i for i in added if _is_count(carries[i])]
@@ -117,6 +120,7 @@ def reduce(
         [scatters[i] for i in added] + [None] * len(counts),
         [done[i] for i in added] + [None] * len(counts),
         [over[i] for i in [*added, *counts]],
+        [wires[i] for i in added] + [None] * len(counts),
     )
     estimates = dict(zip(counts, sums[len(added) :], strict=True))
     for i, total in zip(added, sums[: len(added)], strict=True):
@@ -165,7 +169,8 @@ def reduce_window(
     *,
     own: Sequence[tuple[str, ...]],
     shards: Sequence[shards.Shard | None] = (),
-    done: bool = False,
+    done: Sequence[bool] = (),
+    wire: Any = None,
 ) -> WindowSums:
     """The sums of all devices; `reduce` says how.
 
@@ -175,20 +180,22 @@ def reduce_window(
       own: for the first of the gradients, the parameters', the axes over which each is a device's
         own.
       shards: the part of each of them that this device keeps, `None` for the whole.
-      done: whether they were reduce-scattered in the loop.
+      done: whether each was reduce-scattered in the loop.
+      wire: the dtype in which they travel, `None` for their own; nothing else does.
     """
     tree: Any
     reducers, tree = jax.tree.flatten(sums.reducers)
-    whole: list[Any] = [None] * len(reducers)
-    parts = [*shards, *whole[len(shards) :]]  # gradients are the first field
+    rest: list[Any] = [None] * (len(reducers) - len(shards))  # gradients are the first field
+    flags = done or [False] * len(shards)
     carries = reduce(
         reducers,
         tree.flatten_up_to(sums),
         names,
         sums.num_microbatches is None or sums.num_microbatches > 0,
-        scatters=whole if done else parts,
-        done=parts if done else whole,
+        scatters=[*(None if f else s for s, f in zip(shards, flags, strict=True)), *rest],
+        done=[*(s if f else None for s, f in zip(shards, flags, strict=True)), *rest],
         over=[*without(names, own), *[names] * (len(reducers) - len(own))],
+        wires=[*[wire] * len(own), *[None] * (len(reducers) - len(own))],
     )
     return jax.tree.unflatten(tree, carries)
 

@@ -1,5 +1,6 @@
 """Parameters and gradient sums that are sharded over the axes of the window (FSDP, ZeRO)."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxaccum.core import checks, compat
+from jaxaccum.devices import wires
 
 REDUCTIONS = ("defer", "scatter")
 
@@ -28,11 +30,18 @@ class Shard(NamedTuple):
         """The whole array from this device's part."""
         return lax.all_gather(x, self.axes, axis=self.dimension, tiled=True)
 
-    def scatter(self, x: jax.Array) -> jax.Array:
-        """This device's part of the sum of all devices' whole arrays."""
+    def scatter(self, x: jax.Array, wire: Any = None) -> jax.Array:
+        """This device's part of the sum of all devices' whole arrays, which travels as `wire`."""
 
         def scattered(x: jax.Array) -> jax.Array:
-            return lax.psum_scatter(x, self.axes, scatter_dimension=self.dimension, tiled=True)
+            sum_fn = functools.partial(
+                lax.psum_scatter,
+                axis_name=self.axes,
+                scatter_dimension=self.dimension,
+                tiled=True,
+            )
+            (part,) = wires.summed([x], sum_fn=lambda xs: [sum_fn(x) for x in xs], wire=wire)
+            return part
 
         spec = compat.spec_of(x)
         if not any(spec):
@@ -40,13 +49,13 @@ class Shard(NamedTuple):
         # JAX gives no type to the part of an array that lies over other Explicit axes as well.
         return jax.sharding.auto_axes(scattered, axes=axes_in(spec), out_sharding=spec)(x)
 
-    def scatter_here(self, x: jax.Array) -> jax.Array:
+    def scatter_here(self, x: jax.Array, wire: Any = None) -> jax.Array:
         """`scatter`, at this place of the program.
 
         The TPU compiler moves the reduction of `sum += scatter(x)` out of a loop, which then
         carries whole sums, and moves a cast to float32 behind it. The barriers keep both in place.
         """
-        return lax.optimization_barrier(self.scatter(lax.optimization_barrier(x)))
+        return lax.optimization_barrier(self.scatter(lax.optimization_barrier(x), wire))
 
     def spec(self) -> PartitionSpec:
         """The `PartitionSpec` of an array split this way."""
@@ -67,7 +76,7 @@ def shard_of(function: str, argument: str, spec: Any, axes: Sequence[str]) -> Sh
       ValueError: it splits several dimensions over the axes.
     """
     found = []
-    for dimension, entry in enumerate(_spec(argument, function, spec)):
+    for dimension, entry in enumerate(checked_spec(argument, function, spec)):
         over = tuple(name for name in names_in(entry) if name in axes)
         if over:
             found.append(Shard(dimension, over))
@@ -94,7 +103,7 @@ def local_spec(
       TypeError: it is not a `PartitionSpec`.
       ValueError: it names an axis that is neither of the mesh nor of the window.
     """
-    spec = _spec("local_params", function, spec)
+    spec = checked_spec("local_params", function, spec)
     for name in axes_in(spec):
         if name not in (*axes, *known):
             raise ValueError(
@@ -158,7 +167,12 @@ def names_in(entry: Any) -> tuple[Any, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
-def _spec(argument: str, function: str, spec: Any) -> PartitionSpec:
+def checked_spec(argument: str, function: str, spec: Any) -> PartitionSpec:
+    """A partition spec; that of what is whole for `None`.
+
+    Raises:
+      TypeError: it is something else.
+    """
     if spec is None:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
@@ -177,11 +191,30 @@ def check_reduction(function: str, reduction: Any) -> None:
         )
 
 
+def check_whole(function: str, value: Any, param_specs: Any) -> None:
+    """Requires a boolean, and of `False` that it is known what comes in parts.
+
+    Raises:
+      TypeError: it is no boolean.
+      ValueError: it is `False` without `param_specs`.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{function}: `whole_params` must be True or False, got {checks.describe(value)}."
+        )
+    if not value and param_specs is None:
+        raise ValueError(
+            f"{function}: `whole_params=False` hands each device's parts to the loss, but no "
+            "`param_specs` says which parameters come in parts. Pass `param_specs=`."
+        )
+
+
 def reduce_sums(
     sums: Sequence[Any],
     scatters: Sequence[Shard | None],
     done: Sequence[Shard | None],
     over: Sequence[tuple[str, ...]],
+    dtypes: Sequence[Any],
 ) -> list[Any]:
     """Sums trees of arrays over devices: one psum for all that need the same axes.
 
@@ -190,36 +223,41 @@ def reduce_sums(
       scatters: the shard into which each is reduce-scattered here, or `None`.
       done: the shard into which each was reduce-scattered already, or `None`.
       over: the axes over which each is summed.
+      dtypes: the dtype in which each travels, `None` for its own.
     """
     out = list(sums)
-    rest: dict[tuple[str, ...], list[int]] = {}
-    for i, (total, now, before, axes) in enumerate(zip(sums, scatters, done, over, strict=True)):
+    rest: dict[Any, list[int]] = {}
+    places = zip(sums, scatters, done, over, strict=True)
+    for i, (total, now, before, axes) in enumerate(places):
         if now is not None:
-            out[i] = jax.tree.map(now.scatter, total)
+            out[i] = jax.tree.map(functools.partial(now.scatter, wire=dtypes[i]), total)
         shard = now or before
         pending = tuple(a for a in axes if shard is None or a not in shard.axes)
         if pending:
-            rest.setdefault(pending, []).append(i)
-    for pending, members in rest.items():
-        totals = _summed([out[i] for i in members], pending)
+            rest.setdefault((pending, dtypes[i]), []).append(i)
+    for (pending, wire), members in rest.items():
+        totals = _summed([out[i] for i in members], pending, wire)
         for i, total in zip(members, totals, strict=True):
             out[i] = total
     return out
 
 
-def _summed(trees: list[Any], axes: tuple[str, ...]) -> list[Any]:
+def _summed(trees: list[Any], axes: tuple[str, ...], wire: Any) -> list[Any]:
     """`psum` over axes that are manual, or those of a `vmap`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    specs = [PartitionSpec(*compat.spec_of(x)) for x in jax.tree.leaves(trees)]
-    if set(axes) <= set(mesh.manual_axes) or not any(map(any, specs)):
-        return lax.psum(trees, axes)
-    # JAX gives no type to the sum over a `vmap` of arrays that lie over Explicit axes.
-    named = {name for spec in specs for name in axes_in(spec)}
     leaves, tree = jax.tree.flatten(trees)
-    total = jax.sharding.auto_axes(
-        lambda *xs: tuple(lax.psum(xs, axes)), axes=tuple(sorted(named)), out_sharding=tuple(specs)
-    )
-    return jax.tree.unflatten(tree, total(*leaves))
+
+    def summed(*xs: Any) -> tuple[Any, ...]:
+        return tuple(wires.summed(xs, sum_fn=lambda xs: lax.psum(xs, axes), wire=wire))
+
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = [PartitionSpec(*compat.spec_of(x)) for x in leaves]
+    if not set(axes) <= set(mesh.manual_axes) and any(map(any, specs)):
+        # JAX gives no type to the sum over a `vmap` of arrays that lie over Explicit axes.
+        named = {name for spec in specs for name in axes_in(spec)}
+        summed = jax.sharding.auto_axes(
+            summed, axes=tuple(sorted(named)), out_sharding=tuple(specs)
+        )
+    return jax.tree.unflatten(tree, summed(*leaves))
 
 
 def check_divides(function: str, name: str, x: Any, shard: Shard | None) -> None:

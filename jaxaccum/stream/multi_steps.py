@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jaxaccum.closing.inner import in_one_precision
 from jaxaccum.core import checks, faults
-from jaxaccum.devices import reduction
+from jaxaccum.devices import reduction, wires
 from jaxaccum.numerics import accumulators, loss_scaling
 from jaxaccum.stream.length import checked_length, is_one, until_weight
 from jaxaccum.stream.single import Single
@@ -29,6 +31,7 @@ def multi_steps(
     *,
     axis_name: str | Sequence[str] | None = None,
     local_params: Any = None,
+    reduce_dtype: DTypeLike = jnp.float32,
     accumulator: accumulators.Accumulator | None = None,
     skip_nonfinite: bool | Literal["window"] = False,
     max_bad_windows: int | None = None,
@@ -60,6 +63,7 @@ def multi_steps(
         named there their sums do not meet. Their part of the inner state is each device's own as
         well; a norm over all gradients, as in clipping, would be too, and the shared parameters
         would go apart.
+      reduce_dtype: the dtype in which sums meet over devices, as in `ja.accumulate`.
       accumulator: how the gradient sums are carried; float32 by default.
       skip_nonfinite: leaves out every micro-step whose gradient, weight or averaged argument is not
         finite, on all devices where it is not on one. It does not advance the window: the next
@@ -134,6 +138,7 @@ def multi_steps(
         "skip_nonfinite": skips,
     }
     refusals.check("multi_steps", given)
+    wires.check("multi_steps", reduce_dtype, axis_name)
     kind = Single if is_one(every) else Stream
     stream = kind(
         inner=in_one_precision(inner),
@@ -141,6 +146,7 @@ def multi_steps(
         axis_name=axis_name,
         names=reduction.names_of("multi_steps", "axis_name", axis_name),
         local_params=local_params,
+        reduce_dtype=reduce_dtype,
         accumulator=accumulator,
         skips=skips,
         limit=limit,

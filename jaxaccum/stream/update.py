@@ -99,6 +99,7 @@ class Stream:
     axis_name: Any
     names: tuple[str, ...]
     local_params: Any
+    reduce_dtype: Any
     accumulator: accumulators.Accumulator
     skips: str | None
     limit: int | None
@@ -229,6 +230,7 @@ class Stream:
             judges=self.skips == faults.WINDOW,
             axes=turn.axes,
             own=turn.own,
+            wire=self.reduce_dtype,
         )
         able = closing & ~state.ledger.stops(self.limit)
         closed = close_window(window, able, state.inner_state, run.params, ending)

@@ -33,6 +33,8 @@ class Options:
     reduction: str = "defer"
     param_specs: Any = None
     grad_specs: Any = None
+    whole_params: bool = True
+    reduce_dtype: Any = jnp.float32
     local_params: Any = None
     accumulator: accumulators.Accumulator
     skip_nonfinite: Any = False

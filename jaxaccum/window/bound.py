@@ -58,8 +58,20 @@ class Bound:
         layout = find_layout(self.tree, self.axes, self.moving, refuses=self.differentiates)
         self.param_shards, self.grad_shards, self.own = layout
         self.scattering = options.reduction == "scatter" and any(self.grad_shards)
-        if not self.scattering:
+        # Of parts that the loss sees as such, `gather` sums the gradients.
+        seen = [not options.whole_params and shard is not None for shard in self.param_shards]
+        self.scatters = [
+            shard if self.scattering and not part else None
+            for shard, part in zip(self.grad_shards, seen, strict=True)
+        ]
+        self.done = [
+            part or shard is not None for part, shard in zip(seen, self.scatters, strict=True)
+        ]
+        self.meets = any(self.done)  # whether the devices meet in every micro-step
+        if not self.scattering and options.whole_params:
             self.moving = self._gathered()
+        if not self.meets:
+            pass
         elif isinstance(self.num_real, jax.Array) and compat.varying_axes(self.num_real):
             raise refusals.refused("scatter of unequal windows", name)
         check_given(name, options.model_state, given.model_state)
@@ -77,7 +89,7 @@ class Bound:
         """What the gradients' sums begin with; nothing where those given are added afterwards."""
         sums, denominators = self.given.into, jax.tree.leaves(self.given.denominators)
         # What may be left out as a whole, or cleared, or scaled, has to stay apart.
-        apart = self.options.drops or self.scattering or self.scale is not None
+        apart = self.options.drops or self.meets or self.scale is not None
         traced = any(isinstance(d, jax.core.Tracer) for d in denominators)
         if sums is None or apart or traced or not self.differentiates:
             return []
@@ -157,10 +169,13 @@ class Bound:
         function = self.options.function
         if self.axes:
             n = loss.terms.num_leaves
-            local_values.check_undivided(function, loss.program, n, self.axes)
+            own = len(self.moving)
+            local_values.check_undivided(function, loss.program, n, self.axes, parameters=own)
             avals = loss.program.closed.out_avals[2 * n : 2 * n + loss.aux_tree.num_leaves]
             aux, terms = jax.tree.unflatten(loss.aux_tree, avals), paths(loss.terms)
-            local_values.check_outputs(function, loss.program, aux, self.axes, terms=terms)
+            local_values.check_outputs(
+                function, loss.program, aux, self.axes, terms=terms, parameters=own
+            )
         for other in others.values():
             check_same_outputs(function, loss, other)
         return loss
@@ -173,7 +188,8 @@ class Bound:
         number = len(self.moving)
         rest = [*rows, *([] if key is None else [key])]
         # Gathered once before the fold, or in every micro-step, where only parts are kept.
-        flat = [*(self._gathered(index) if self.scattering else self.moving), *rest]
+        gathers = self.scattering and self.options.whole_params
+        flat = [*(self._gathered(index) if gathers else self.moving), *rest]
         size, cut_leaves, stop = rest[0].shape[0], number + len(rows), number + len(rest)
         if self.state is not None:
             flat += self.state.leaves if state is None else state
@@ -308,7 +324,12 @@ class Bound:
         skipped = self._num_run() - local.num_microbatches
         local = dataclasses.replace(local, num_skipped=skipped)
         sums = reduction.reduce_window(
-            local, self.axes, shards=self.grad_shards, done=self.scattering, own=self.own
+            local,
+            self.axes,
+            own=self.own,
+            shards=self.grad_shards,
+            done=self.done,
+            wire=self.options.reduce_dtype,
         )
         reducers = sums.reducers.grads
         grads = [r.read(g) for r, g in zip(reducers, sums.grads, strict=True)]

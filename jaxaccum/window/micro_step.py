@@ -82,9 +82,9 @@ class MicroStep:
         """The gradients, those of parts reduce-scattered where that happens in every micro-step."""
         if not self.call.scattering:
             return grads
-        shards = self.call.grad_shards
+        shards, wire = self.call.scatters, self.call.options.reduce_dtype
         parts = [
-            g if s is None else s.scatter_here(g.astype(wide(g.dtype)))
+            g if s is None else s.scatter_here(g.astype(wide(g.dtype)), wire)
             for g, s in zip(grads, shards, strict=False)
         ]
         return [*parts, *grads[len(shards) :]]
@@ -97,4 +97,4 @@ class MicroStep:
         if self.call.state is not None:
             finite = finite & self.call.state.sound(state, threads, count)
         # A part holds every device's gradient, so all must agree.
-        return reduction.agree(finite, self.call.axes) if self.call.scattering else finite
+        return reduction.agree(finite, self.call.axes) if self.call.meets else finite

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 import jax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.numerics import accumulators
@@ -62,11 +62,13 @@ class FoldOptions(LossOptions, MapOptions, total=False):
     reduction: Literal["defer", "scatter"]
     param_specs: Any
     grad_specs: Any
+    reduce_dtype: DTypeLike
 
 
 class GradOptions(FoldOptions, ModelOptions, total=False):
     """What every window takes whose micro-batches do not meet."""
 
+    whole_params: bool
     skip_nonfinite: bool | Literal["window"]
     grad_reducers: Any
 

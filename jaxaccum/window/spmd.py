@@ -70,7 +70,8 @@ def _sums(
     whole_rows = [PartitionSpec()] * len(batch.leaves)
     local = dataclasses.replace(local, local_params=tree.tree(apart, whole_rows))
     final = list(map(_within, apart, out))
-    if road.in_parts:
+    in_parts = road.in_parts or not options.whole_params
+    if in_parts:
         local = dataclasses.replace(
             local,
             param_specs=tree.tree(own, whole_rows),
@@ -114,7 +115,7 @@ def _sums(
     supplies: dict[Any, Any] = dict(zip(groups, map(iter, results), strict=True))
     supplies[None] = iter(layout["empty"])
     found = jax.tree.unflatten(layout["tree"], [next(supplies[kind]) for kind in layout["kinds"]])
-    if road.in_parts:
+    if in_parts:
         return found
     grads, structure = jax.tree.flatten(found.grads)
     lie = jax.tree.leaves(tree.tree(final, [rows] * len(batch.leaves)))

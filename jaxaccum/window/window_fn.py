@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxaccum.core import checks, faults
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.sums import WindowSums, finalize
-from jaxaccum.devices import reduction, shards
+from jaxaccum.devices import reduction, shards, wires
 from jaxaccum.numerics import accumulators
 from jaxaccum.window import arguments, cut, into, refusals, spmd
 from jaxaccum.window.arguments import Given, Options
@@ -92,6 +92,14 @@ def checked_options(
     check_policy(function, others.get("model_state"))
     shards.check_reduction(function, others.get("reduction", "defer"))
     refusals.check(function, {**cut.NONE, **given, **beside})
+    axes = others.get("axis_name"), others.get("spmd_axis_name")
+    wires.check(function, others.get("reduce_dtype", jnp.float32), *axes)
+    shards.check_whole(function, others.get("whole_params", True), others.get("param_specs"))
+    if others.get("noise_scale") and not others.get("whole_params", True):
+        raise ValueError(
+            f"{function}: `noise_scale=True` needs each micro-batch's whole gradient, but with "
+            "`whole_params=False` a device sees its parts. Leave one of them out."
+        )
     unroll = others.get("unroll", 1)
     if not isinstance(unroll, bool):
         others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)

@@ -73,6 +73,13 @@ def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
         Explicit mesh they are read off the types.
       grad_specs: which gradients are returned in parts; `param_specs` by default. With whole
         parameters this is ZeRO: a sharded optimizer update follows.
+      whole_params: whether `loss_fn` sees parameters whole that come in parts. With False it sees
+        its parts, and makes one layer whole at a time with `ja.gather`, which sums the gradient of
+        a part over its devices in every micro-step (ZeRO-3); over the other axes of the window
+        such a sum is reduced once, at the end.
+      reduce_dtype: the dtype in which the sums of gradients are reduced over devices; wider sums
+        travel as they are. `jnp.bfloat16` halves what travels and rounds each device's sum once.
+        Weights, losses and counts are never narrowed.
       local_params: which parameters are each device's own (experts, stages): a tree prefix of the
         parameters with `PartitionSpec` leaves. `loss_fn` sees its own, and its gradient is not
         summed over the axes named there, while weights are. A parameter that is typed as different
@@ -161,6 +168,8 @@ def value_and_grad(loss_fn: LossFn, **options: Any) -> WindowFn:
       reduction: "defer" or "scatter".
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
+      whole_params: whether the loss sees parts of parameters whole.
+      reduce_dtype: the dtype in which the sums are reduced over devices.
       local_params: which parameters are each device's own.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: whether to leave out micro-batches, or windows, that are not finite.

@@ -105,7 +105,8 @@ class AxisBound(Bound):
                 accumulator=self.options.accumulator,
                 key_fn=self.rounding_key,
                 scale=self.scale,
-                shards=self.grad_shards if self.scattering else [None] * number,
+                shards=self.scatters,
+                wire=self.options.reduce_dtype,
             ),
             weights_only=weights_only,
         )

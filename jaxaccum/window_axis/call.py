@@ -27,6 +27,7 @@ class Call:
       key_fn: from a micro-batch's index to the accumulator's key, or `None`.
       scale: the loss scale, or `None`.
       shards: for each shared input the part of its gradient that each micro-step leaves here.
+      wire: the dtype in which these sums travel.
     """
 
     function: str
@@ -42,3 +43,4 @@ class Call:
     key_fn: Callable[[Any], Any]
     scale: Any
     shards: list[Shard | None]
+    wire: Any

@@ -297,7 +297,7 @@ class Passes:
                 value = loss_scaling.unscale(value, self.call.scale)
             shard = self._shard(v)
             if shard is not None:
-                value = shard.scatter_here(value.astype(wide(value.dtype)))
+                value = shard.scatter_here(value.astype(wide(value.dtype)), self.call.wire)
             elif v in self.stacks and not self._is_row(v):
                 value = add(value, sources.entry(self.stacks[v], index))
             moved.append(value)

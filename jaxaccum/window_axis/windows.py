@@ -71,6 +71,7 @@ def accumulate(
       reduction: "defer" or "scatter", as all that follow as in `ja.accumulate`.
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
+      reduce_dtype: the dtype in which the sums are reduced over devices, as in `ja.accumulate`.
       local_params: which parameters are each device's own.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: "window" leaves out a window that is not finite.
@@ -139,6 +140,7 @@ def value_and_grad(
       reduction: "defer" or "scatter".
       param_specs: which parameters come in parts.
       grad_specs: which gradients are returned in parts.
+      reduce_dtype: the dtype in which the sums are reduced over devices, as in `ja.accumulate`.
       local_params: which parameters are each device's own.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: "window" leaves out a window that is not finite.
