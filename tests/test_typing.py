@@ -20,8 +20,9 @@ ROOT = SCRIPT.parents[1]
 
 def lines_of_mypy(folder):
     pytest.importorskip("mypy", reason="mypy is not installed")
-    config = folder / "mypy.ini"  # Optax has no types for others
-    config.write_text("[mypy]\nstrict = true\n[mypy-optax.*]\nignore_missing_imports = true\n")
+    config = folder / "mypy.ini"  # Optax and Flax have no types for others
+    others = "".join(f"[mypy-{n}.*]\nignore_missing_imports = true\n" for n in ("optax", "flax"))
+    config.write_text("[mypy]\nstrict = true\n" + others)
     cache = ROOT / ".mypy_cache" / "scripts"
     command = [sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", cache]
     found = run(folder, [*command, "script.py"])

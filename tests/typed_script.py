@@ -8,8 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
+from flax import nnx
 
 import jaxaccum as ja
+from jaxaccum import linen
+from jaxaccum import nnx as ja_nnx
 
 Tree = dict[str, jax.Array]
 PARAMS: Tree = {"w": jnp.ones(3)}
@@ -90,6 +94,35 @@ def steps() -> None:
     print(params, info.loss, info.tokens_seen, state.num_skipped)
     ja.train_step(ja.accumulate(one_fn, microbatch_size=1), optax.sgd(0.1), max_bad_windows=None)
     ja.train_step(ja.window_axis.accumulate(one_fn, microbatch_size=1), optax.sgd(0.1))
+
+
+def model_fn(model: nnx.Linear, x: jax.Array) -> ja.Mean:
+    return ja.mean(model(x) ** 2)
+
+
+def models() -> None:
+    model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    optimizer = ja_nnx.Optimizer(model, optax.adam(1e-2))
+    step = ja_nnx.train_step(model_fn, num_microbatches=2, model_state="pooled", donate=False)
+    info = step(model, optimizer, x, key=jax.random.key(0))
+    loss, grads = ja_nnx.value_and_grad(model_fn, microbatch_size=2, wrt=nnx.Param)(model, x)
+    print(info.loss, loss, optimizer.update(model, grads), optimizer.step)
+    sums = ja_nnx.accumulate(model_fn, num_microbatches=2, argnums=0)(model, x)
+    print(optimizer.update(model, sums), ja_nnx.flush(optimizer, model))
+    module = nn.Dense(3)
+    state = linen.TrainState.create(
+        apply_fn=module.apply, variables=module.init(jax.random.key(0), x), tx=optax.sgd(0.1)
+    )
+    linen_step = linen.train_step(
+        lambda variables, x: ja.mean(jnp.asarray(module.apply(variables, x))), num_microbatches=2
+    )
+    state, info = linen_step(state, x, num_real=1)
+    print(state.step, info.loss)
+    step(model, x)  # wrong: no optimizer
+    ja_nnx.train_step(model_fn, num_microbatch=2)  # wrong: a keyword of the factory
+    ja_nnx.value_and_grad(model_fn)  # wrong: neither cut
+    linen.train_step(model_fn, num_microbatches=2, argnums=1)  # wrong: not an option
+    linen_step(state, x, loss_scale=2.0)  # wrong: not a keyword of a step
 
 
 def wrong() -> None:
