@@ -243,6 +243,12 @@ def test_81_a_buffer_that_comes_twice(other, names):
     assert not np.array_equal(new["a"], w)
 
 
+def test_a_loss_scale_belongs_where_a_step_is_made():
+    init, step = ja.train_step(lambda p, x: ja.mean(p * x), optax.sgd(0.1), num_microbatches=2)
+    with pytest.raises(TypeError, match="train_step: `loss_scale` comes with the step's state"):
+        step(jnp.float32(1), init(jnp.float32(1)), X, loss_scale=2.0)
+
+
 def test_81_a_buffer_that_comes_twice_in_a_linen_state():
     w = jnp.ones(2)
     state = linen.TrainState.create(

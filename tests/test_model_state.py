@@ -422,3 +422,14 @@ def test_data_far_from_the_old_mean_keep_their_variance(offset, devices):
     # between the means, which are below one, by as much.
     rtol = 2e-6 + np.finfo(np.float32).eps * offset
     np.testing.assert_allclose(got["var"], np.var(x, dtype=np.float64), rtol=rtol)
+
+
+@pytest.mark.parametrize("policy", ["sequential", "pooled", "frozen"])
+@pytest.mark.parametrize(("start", "factor"), [(1, 1.5), (True, 0.5), (1.0, 1j)], ids=str)
+def test_a_new_state_that_the_old_dtype_cannot_hold_is_refused(policy, start, factor):
+    def loss_fn(w, x, model_state):
+        return ja.mean(w * x), {"n": model_state["n"] * factor}
+
+    f = ja.value_and_grad(loss_fn, num_microbatches=2, model_state=policy)
+    with pytest.raises(TypeError, match=r"`model_state\['n'\]` is .*came in as .*cannot hold it"):
+        f(1.0, jnp.ones(4), model_state={"n": jnp.asarray(start)})

@@ -103,9 +103,10 @@ class ModelState:
             state, count = state.state, state.count
         remedy = "Return the state in the structure in which `model_state=` came in."
         checks.same_structure(self.function, "model_state", state, self.start, remedy=remedy)
+        named = jax.tree_util.tree_leaves_with_path(state)
         leaves = [
-            numbers(jnp.asarray(new)).astype(old.dtype)
-            for new, old in zip(jax.tree.leaves(state), self.leaves, strict=True)
+            _held(self.function, path, numbers(jnp.asarray(new)), old)
+            for (path, new), old in zip(named, self.leaves, strict=True)
         ]
         return out[0], aux, leaves, count
 
@@ -236,6 +237,18 @@ def check_given(function: str, policy: str | None, state: Any) -> None:
         raise refusals.refused("a state without a policy", function, choices=CHOICES)
     if policy is not None and state is None:
         raise refusals.refused("a policy without a state", function, policy=policy)
+
+
+def _held(function: str, path: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+    """A leaf of the new state in the dtype in which it came in."""
+    kinds = [jnp.inexact, jnp.complexfloating]
+    if any(jnp.issubdtype(new.dtype, k) and not jnp.issubdtype(old.dtype, k) for k in kinds):
+        raise TypeError(
+            f"{function}: `model_state{jax.tree_util.keystr(path)}` is {checks.describe(new)}, but "
+            f"came in as {checks.describe(old)}, which cannot hold it. Start it in the dtype in "
+            "which `loss_fn` returns it."
+        )
+    return new.astype(old.dtype)
 
 
 def _times(number: jax.Array, value: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
 from jaxaccum.window.arguments import Given, Options
-from jaxaccum.window.options import CutOptions
+from jaxaccum.window.options import CutOptions, StepCall
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -139,6 +139,11 @@ def taken(
             f"call. Pass it there, `f = ja.{function}(loss_fn, {name}=...)`."
         )
     for name in sorted(set(others) & set(Given._fields)):
+        if call is StepCall:
+            raise TypeError(
+                f"{function}: `{name}` comes with the step's state, not with the call. Pass "
+                f"`{name}=` where the step or its state is made."
+            )
         raise TypeError(
             f"{function}: `{name}` is no keyword of this call, but of that of `ja.accumulate`, "
             "whose sums `ja.finalize` divides. Use these two, or leave it out."
