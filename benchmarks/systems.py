@@ -166,7 +166,7 @@ def main() -> None:
     sizes = {"vocabulary": 1024, "length": 64}
     shape, numbers = {"width": 192, "layers": 3}, (4, 16)
     if args.quick:
-        args.rounds, numbers = 3, (4,)
+        args.rounds, numbers = 4, (4,)
         sizes, shape = {"vocabulary": 64, "length": 16}, {"width": 32, "layers": 1}
     report = harness.Report("systems", args)
     params = lm.init_params(args.seed, **shape, **sizes)
@@ -178,10 +178,9 @@ def main() -> None:
             state = init(params)
             row: dict[str, Any] = {"temporary bytes": None, "compile s": None}
             if hasattr(step, "lower"):
-                program = harness.compile_program(step, params, state, batch)
+                program = harness.compile_program(step, params, state, batch, donate=(0, 1))
                 row["temporary bytes"] = program.temp_bytes
                 row["compile s"] = program.trace_s + program.compile_s
-                step = program.call
             row["optimizer runs"] = optimizer_runs(make, params, batch, num)
             wrong = None if name == FLOOR else gradient_error(make, params, batch, num)
             row["gradient error"] = None if wrong is None else f"{wrong:.1e}"
