@@ -13,7 +13,8 @@ language model with ragged token masks and AdamW: a window of K micro-batches an
 - jaxaccum: `ja.train_step`; and `ja.multi_steps` in K jitted calls.
 
 "Gradient error" is that of one window's gradient against the full batch's in float64, relative;
-"optimizer runs" counts the executions of the inner optimizer in one window.
+"optimizer runs" counts the executions of the inner optimizer in one window. Temporaries are those
+of the program that takes over parameters and state; what is timed copies them.
 
     python benchmarks/systems.py > systems.jsonl
     python benchmarks/systems.py --quick
