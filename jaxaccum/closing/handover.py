@@ -60,7 +60,7 @@ def hand_over(
         return (
             jax.tree.unflatten(lent, slots),
             others,
-            jax.tree.map(cast, new_state, inner_state),
+            jax.tree.map(_as_before, new_state, inner_state),
             compat.vary(jnp.asarray(outcome, jnp.int32), judged_over),
         )
 
@@ -119,6 +119,15 @@ def cast(x: Any, like: Any) -> jax.Array:
     """`x` in the dtype of `like`, without a weak type."""
     x = jnp.asarray(x)
     return x if x.dtype == like.dtype and not x.weak_type else x.astype(like.dtype)
+
+
+def _as_before(x: Any, old: jax.Array) -> jax.Array:
+    """A leaf of the inner state in the type of what it replaces, where JAX has lost a part of it.
+
+    What leaves a `shard_map` over an Auto axis is no longer typed over an Explicit one beside it.
+    """
+    x, spec = cast(x, old), compat.spec_of(old)
+    return x if compat.spec_of(x) == spec else jax.sharding.reshard(x, spec)
 
 
 def own_buffer(x: Any) -> jax.Array:

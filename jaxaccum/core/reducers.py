@@ -182,7 +182,7 @@ class Stack(Reducer):
         return jnp.concatenate([a, b])
 
     def gather(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        return _joined(pieces)
+        return joined(pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,10 +193,11 @@ class Concatenation(Stack):
 
     def gather(self, pieces: Sequence[jax.Array]) -> jax.Array:
         # A segment is cut strided, so its rows interleave the micro-batches.
-        return _joined([jnp.swapaxes(p, 0, 1).reshape((-1, *p.shape[2:])) for p in pieces])
+        return joined([jnp.swapaxes(p, 0, 1).reshape((-1, *p.shape[2:])) for p in pieces])
 
 
-def _joined(pieces: Sequence[jax.Array]) -> jax.Array:
+def joined(pieces: Sequence[jax.Array]) -> jax.Array:
+    """The concatenation of arrays along axis 0."""
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxaccum.core import checks
+from jaxaccum.core import checks, compat
 from jaxaccum.core.checks import is_inexact
 from jaxaccum.core.mean import Mean, divide, wide
 from jaxaccum.core.reducers import Concat, Last, Max, Min, Sum, is_marked
+from jaxaccum.devices import shards
 from jaxaccum.window.batch import Batch, checked_argnums
 
 
@@ -176,6 +177,7 @@ def _transformed(
         leaves, tree = jax.tree.flatten(trees)
         moves = [is_inexact(x) for x in leaves]
         moving = [jnp.asarray(x) for x, m in zip(leaves, moves, strict=True) if m]
+        over = {name for x in batch.leaves for name in _rows_over(x)}
 
         def rebuilt(values: Sequence[Any], others: Sequence[Any]) -> Any:
             supply = iter(values)
@@ -197,7 +199,7 @@ def _transformed(
 
         def one(row: Any, key: Any) -> Any:
             (value, (counts, aux)), grads = jax.value_and_grad(loss_of_row, has_aux=True)(
-                jax.lax.stop_gradient(moving), row, key
+                [_whole(x, over) for x in jax.lax.stop_gradient(moving)], row, key
             )
             nested = rebuilt(grads, [None] * len(leaves))
             nested = nested if isinstance(argnums, Sequence) else nested[0]
@@ -213,6 +215,7 @@ def _transformed(
         keys = None if key is None else jax.random.split(key, batch.rows)
         values, counts, new, aux, metrics = jax.vmap(one)(batch.leaves, keys)
         sums = [jnp.sum(g, axis=0, dtype=wide(g.dtype)) for g in new]
+        sums = [_like(g, x) for g, x in zip(sums, moving, strict=True)]
         total = _with_gradient(jnp.sum(values), moving, sums)
         loss = Mean(total, jnp.sum(counts, dtype=jnp.int32))
         metrics = jax.tree.map(Concat, metrics)
@@ -222,6 +225,27 @@ def _transformed(
         return loss if metrics_fn is None else (loss, metrics)
 
     return per_example_loss_fn
+
+
+def _rows_over(x: jax.Array) -> tuple[str, ...]:
+    """The Explicit axes over which rows are split by their type."""
+    spec = compat.spec_of(x)
+    return shards.names_in(spec[0]) if len(spec) else ()
+
+
+def _whole(x: jax.Array, over: set[str]) -> jax.Array:
+    """A parameter, whole over the axes of the rows, as each of them has a gradient of its own."""
+    spec = compat.spec_of(x)
+    if over.isdisjoint(shards.axes_in(spec)):
+        return x
+    rest = [tuple(n for n in shards.names_in(e) if n not in over) or None for e in spec]
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*rest))
+
+
+def _like(x: jax.Array, parameter: jax.Array) -> jax.Array:
+    """The sum of a parameter's gradients, which lies as it does."""
+    spec = compat.spec_of(parameter)
+    return x if spec == compat.spec_of(x) else jax.sharding.reshard(x, spec)
 
 
 def _terms(function: str, loss: Any) -> list[Mean]:

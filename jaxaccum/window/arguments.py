@@ -35,6 +35,7 @@ class Options:
     grad_specs: Any = None
     whole_params: bool = True
     reduce_dtype: Any = jnp.float32
+    overlap: bool = False
     local_params: Any = None
     accumulator: accumulators.Accumulator
     skip_nonfinite: Any = False

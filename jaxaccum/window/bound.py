@@ -391,6 +391,7 @@ class Bound:
             reducers_fn,
             num_real=self.num_real,
             unroll=self.options.unroll,
+            peel=self.options.overlap,
             thread=thread,
             start=start,
             function=self.options.function,

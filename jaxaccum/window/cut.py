@@ -1,5 +1,6 @@
 """Cutting a batch into micro-batches: exact for every size, without moving sharded rows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from jaxaccum.core import checks
+from jaxaccum.core import checks, compat
+from jaxaccum.devices import shards
 from jaxaccum.window import refusals
 
 
@@ -31,14 +33,28 @@ class Segment(NamedTuple):
     def grid(self, batch: Any) -> Any:
         """The block's leaves, reshaped from `[num * rows, ...]` to `[rows, num, ...]`."""
 
-        def reshape(leaf: Any) -> jax.Array:
-            leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-            stop = self.start + self.num * self.rows
+        stop = self.start + self.num * self.rows
+
+        def reshape(leaf: jax.Array) -> jax.Array:
             if (self.start, stop) != (0, leaf.shape[0]):
                 leaf = lax.slice_in_dim(leaf, self.start, stop)
             return leaf.reshape((self.rows, self.num, *leaf.shape[1:]))
 
-        return jax.tree.map(reshape, batch)
+        def cut(leaf: Any) -> jax.Array:
+            leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+            spec = compat.spec_of(leaf)
+            over = shards.names_in(spec[0]) if len(spec) else ()
+            if not over:
+                return reshape(leaf)
+            mesh = jax.typeof(leaf).sharding.mesh
+            number = math.prod(mesh.shape[name] for name in over)
+            even = (self.start, stop) == (0, leaf.shape[0]) and not self.rows % number
+            # Rows that are typed as split are so in each micro-batch, or not at all.
+            kept = jax.sharding.PartitionSpec(spec[0] if even else None, None, *spec[1:])
+            axes = shards.axes_in(spec)
+            return jax.sharding.auto_axes(reshape, axes=axes, out_sharding=kept)(leaf)
+
+        return jax.tree.map(cut, batch)
 
 
 def micro_batch(grid: Any, index: Any) -> Any:

@@ -69,6 +69,7 @@ class GradOptions(FoldOptions, ModelOptions, total=False):
     """What every window takes whose micro-batches do not meet."""
 
     whole_params: bool
+    overlap: bool
     skip_nonfinite: bool | Literal["window"]
     grad_reducers: Any
 

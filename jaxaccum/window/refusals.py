@@ -126,10 +126,10 @@ TABLE = {
         "Pass one to the call, for example `key=jax.random.key(step)`.",
     ),
     "scatter of unequal windows": Refusal(
-        '`reduction="scatter"` with `num_real=` that differs per device',
-        '`num_real` differs per device, but with reduction="scatter" the devices meet in every '
-        "micro-step and would wait for each other.",
-        'Use reduction="defer".',
+        '`reduction="scatter"` or `whole_params=False` with `num_real=` that differs per device',
+        '`num_real` differs per device, but with reduction="scatter" or `whole_params=False` the '
+        "devices meet in every micro-step and would wait for each other.",
+        "Use the defaults of both, or the same number everywhere.",
     ),
     "parts that differ": Refusal(
         "`param_specs` with other `grad_specs` for a parameter in parts",

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxaccum.core import checks, compat, programs
 from jaxaccum.core.leaves import leafwise
-from jaxaccum.core.reducers import Concatenation, Reducer
+from jaxaccum.core.reducers import Concatenation, Reducer, joined
 from jaxaccum.window import cut
 
 
@@ -38,6 +38,7 @@ def fold(
     *,
     num_real: Any = None,
     unroll: int | bool = 1,
+    peel: bool = False,
     thread: Sequence[jax.Array] | None = None,
     start: Sequence[Any] = (),
     function: str = "accumulate",
@@ -55,6 +56,7 @@ def fold(
       reducers_fn: from the tree of values (shapes and dtypes) to the tree of their reducers.
       num_real: how many of the micro-batches run, the first ones; may be traced. `None`: all.
       unroll: as in `jax.lax.scan`.
+      peel: whether the last micro-batch stands outside of the loop, where all of them run.
       thread: arrays that `micro_fn` receives as a third argument, each micro-batch those that the
         one before it returned as `Outcome.thread`.
       start: what the first carries begin with, in their order, `None` where one begins empty.
@@ -88,13 +90,18 @@ def fold(
         if carry is None and start:
             pairs = itertools.zip_longest(start, body.empty())
             carry = [empty if given is None else given for given, empty in pairs]
-        if segment.num == 1 and num_real is None:
-            (carry, threads), ys = body.once(carry, threads)
-        else:
+        rest = int(num_real is None and (segment.num == 1 or (peel and segment is segments[-1])))
+        runs: list[list[jax.Array]] = []
+        if segment.num > rest:
             if carry is None:
                 carry = body.empty()
-            (carry, threads), ys = body.loop((carry, threads), segment.num, num_real, unroll)
-        emitted.append(ys)
+            number = segment.num - rest
+            (carry, threads), pieces = body.loop((carry, threads), number, num_real, unroll)
+            runs.append(pieces)
+        if rest:
+            (carry, threads), pieces = body.once(carry, threads, segment.num - 1)
+            runs.append(pieces)
+        emitted.append([joined(parts) for parts in zip(*runs, strict=True)])
         offset += segment.num
     carried = iter(carry or [])
     stacks = iter(zip(*emitted, strict=True))
@@ -167,9 +174,11 @@ class _Body(NamedTuple):
                 known[pair] = pair[0].empty(pair[1])
         return [known[pair] for pair in pairs]
 
-    def once(self, carry: list[Any] | None, threads: list[Any]) -> tuple[Any, list[jax.Array]]:
+    def once(
+        self, carry: list[Any] | None, threads: list[Any], index: int
+    ) -> tuple[Any, list[jax.Array]]:
         """One micro-batch without a loop."""
-        result = self._run(jnp.int32(0), threads)
+        result = self._run(jnp.int32(index), threads)
         if carry is None and result.keep is None:
             carry = leafwise([r.start for r in result.reducers], result.carried)
             state = carry, result.threads

@@ -100,6 +100,11 @@ def checked_options(
             f"{function}: `noise_scale=True` needs each micro-batch's whole gradient, but with "
             "`whole_params=False` a device sees its parts. Leave one of them out."
         )
+    if not isinstance(others.get("overlap", False), bool):
+        raise TypeError(
+            f"{function}: `overlap` must be True or False, got "
+            f"{checks.describe(others['overlap'])}."
+        )
     unroll = others.get("unroll", 1)
     if not isinstance(unroll, bool):
         others["unroll"] = checks.integer(function, "unroll", unroll, minimum=1)

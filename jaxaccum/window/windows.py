@@ -80,6 +80,10 @@ def accumulate(loss_fn: LossFn, **options: Any) -> SumsFn:
       reduce_dtype: the dtype in which the sums of gradients are reduced over devices; wider sums
         travel as they are. `jnp.bfloat16` halves what travels and rounds each device's sum once.
         Weights, losses and counts are never narrowed.
+      overlap: whether the last micro-batch stands outside of the loop, so that the compiler may run
+        its backward pass beside the reduction of sums that are complete. The model is compiled
+        twice. Where `num_real` is given, no micro-batch is known to be the last one, and nothing
+        changes.
       local_params: which parameters are each device's own (experts, stages): a tree prefix of the
         parameters with `PartitionSpec` leaves. `loss_fn` sees its own, and its gradient is not
         summed over the axes named there, while weights are. A parameter that is typed as different
@@ -170,6 +174,7 @@ def value_and_grad(loss_fn: LossFn, **options: Any) -> WindowFn:
       grad_specs: which gradients are returned in parts.
       whole_params: whether the loss sees parts of parameters whole.
       reduce_dtype: the dtype in which the sums are reduced over devices.
+      overlap: whether the last micro-batch stands outside of the loop.
       local_params: which parameters are each device's own.
       accumulator: how the gradient sums are carried.
       skip_nonfinite: whether to leave out micro-batches, or windows, that are not finite.
