@@ -159,3 +159,19 @@ def test_gpt2_rows_go_on_where_the_checkpoint_says(monkeypatch):
     again.set_state(state)
     for _ in range(4):
         np.testing.assert_array_equal(next(loader), next(again))
+
+
+@pytest.mark.slow  # `.ci/run` runs it by itself
+def test_pipeline_rl(tmp_path):
+    pytest.importorskip("tqdm")
+    output = run("pipeline_rl.py", "--quick", cwd=tmp_path)
+    assert "OK: the pipeline reaches the reward of training in turns, in less time" in output
+    lines = output.splitlines()
+    turns, pipeline = (
+        next(line for line in lines if line.startswith(name)).replace(",", "").split()
+        for name in ("in_turns ", "pipelined ")
+    )
+    assert float(pipeline[2]) < float(turns[2])  # seconds
+    assert min(float(turns[3]), float(pipeline[3])) >= 0.5  # reward
+    assert [float(lag) for lag in turns[4:7]] == [0, 0, 0]
+    assert 0 < float(pipeline[6]) <= 8

@@ -281,3 +281,37 @@ def test_off_policy_functions_check_shapes():
             call()
     with pytest.raises(ValueError, match="`limit` must be positive"):
         rollouts.truncated_weights(one, one, limit=0)
+
+
+def test_the_gradient_is_exact_for_any_split_over_uneven_devices():
+    """Devices and micro-batches hold from no token to many; float64 against the whole in one."""
+    made = samples(13, seed=6)
+    batch = rollouts.pad_rollouts(made, row_buckets=[16], length_buckets=[16])
+
+    def loss_fn(w, batch):
+        log_probs = jax.nn.log_softmax(w[batch.tokens[:, :-1]])
+        log_probs = jnp.take_along_axis(log_probs, batch.tokens[:, 1:, None], 2)[..., 0]
+        weights = rollouts.truncated_weights(log_probs, batch.log_probs, limit=1.5)
+        apart = rollouts.reference_divergence(log_probs, batch.log_probs)
+        return {
+            "policy": rollouts.token_mean(-weights * batch.advantage * log_probs, batch.mask),
+            "reference": 0.1 * rollouts.sequence_mean(apart, batch.mask),
+        }
+
+    with jax.enable_x64(True):
+        batch = batch._replace(
+            log_probs=batch.log_probs.astype(np.float64),
+            advantage=batch.advantage.astype(np.float64),
+        )
+        w = jnp.asarray(np.random.default_rng(0).normal(size=(9, 9)))
+        whole = jax.grad(lambda w: sum(term.value for term in loss_fn(w, batch).values()))(w)
+        assert whole.dtype == jnp.float64
+        mesh = jax.make_mesh((8,), ("data",))
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(batch, jax.P("data"))
+            for number in (1, 2):
+                f = ja.value_and_grad(loss_fn, num_microbatches=number, spmd_axis_name="data")
+                _, grad = jax.jit(f)(w, sharded)
+                np.testing.assert_allclose(grad, whole, atol=5e-10)
+        _, grad = ja.value_and_grad(loss_fn, num_microbatches=5)(w, batch)
+        np.testing.assert_allclose(grad, whole, atol=5e-10)
