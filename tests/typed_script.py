@@ -90,7 +90,7 @@ def streams() -> None:
 def steps() -> None:
     init, step = ja.train_step(one_fn, optax.adam(1e-3), num_microbatches=2, donate=False)
     state = init(PARAMS)
-    params, state, info = step(PARAMS, state, BATCH, key=jax.random.key(0))
+    params, state, info = step(PARAMS, state, BATCH, num_real=2)
     print(params, info.loss, info.tokens_seen, state.num_skipped)
     ja.train_step(ja.accumulate(one_fn, microbatch_size=1), optax.sgd(0.1), max_bad_windows=None)
     ja.train_step(ja.window_axis.accumulate(one_fn, microbatch_size=1), optax.sgd(0.1))
@@ -104,7 +104,7 @@ def models() -> None:
     model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
     optimizer = ja_nnx.Optimizer(model, optax.adam(1e-2))
     step = ja_nnx.train_step(model_fn, num_microbatches=2, model_state="pooled", donate=False)
-    info = step(model, optimizer, x, key=jax.random.key(0))
+    info = step(model, optimizer, x, num_real=2)
     loss, grads = ja_nnx.value_and_grad(model_fn, microbatch_size=2, wrt=nnx.Param)(model, x)
     print(info.loss, loss, optimizer.update(model, grads), optimizer.step)
     sums = ja_nnx.accumulate(model_fn, num_microbatches=2, argnums=0)(model, x)
