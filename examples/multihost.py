@@ -39,7 +39,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -49,8 +49,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import jaxaccum as ja
+from jaxaccum.multihost import FAILED, Watchdog
 
-FAILED = 1  # exit code
 STARTUP = 300.0  # seconds until the first step is done: reading text, connecting, compiling
 HEARTBEAT = (
     3600  # seconds; JAX's own answer to a silent peer is to abort, so the watchdog is earlier
@@ -59,31 +59,6 @@ DIGEST = "parameters sha256"
 
 
 # --- Failing --------------------------------------------------------------------------------------
-
-
-class Watchdog:
-    """Ends this process when it says nothing for `limit` seconds, in whatever call it hangs."""
-
-    def __init__(self, name: str, limit: float):
-        self.name, self.limit, self.doing = name, limit, "starting"
-        self._once = threading.Lock()
-        self._last = time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def beat(self, doing: str) -> None:
-        """The step or checkpoint before is complete; `doing` is what comes next."""
-        self.doing, self._last = doing, time.monotonic()
-
-    def end(self, reason: str) -> NoReturn:
-        """One line, then out, past exit handlers that would wait for a lost peer."""
-        self._once.acquire()  # never released: the first reason is the one that counts
-        os.write(2, f"\n{self.name}: {reason}, while {self.doing}\n".encode())
-        os._exit(FAILED)
-
-    def _watch(self) -> None:
-        while (silent := time.monotonic() - self._last) < self.limit:
-            time.sleep(min(0.5, self.limit - silent))
-        self.end(f"nothing was completed for {self.limit:.0f} s; another process hangs or is gone")
 
 
 def from_peers(error: Exception) -> bool:

@@ -141,7 +141,17 @@ SUBMODULES = {
     "per_example": ["clip", "transform", "add_noise", "noise"],
 }
 # Public modules that are imported by their own name.
-BY_NAME = ["auditing", "health", "linen", "nnx", "norms", "orbax", "planning", "typing"]
+BY_NAME = [
+    "auditing",
+    "health",
+    "linen",
+    "multihost",
+    "nnx",
+    "norms",
+    "orbax",
+    "planning",
+    "typing",
+]
 # What each function that a factory returns must accept.
 RETURNED = {
     "accumulate": ["key", "num_real", "denominators", "loss_scale", "model_state", "into"],
