@@ -9,6 +9,7 @@ any loss function on the full batch in one pass with 64-bit types (`full_batch`)
 listed independently by `cut_rows`.
 """
 
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,13 @@ RTOL = {"float32": 2e-6, "complex64": 2e-6, "float64": 1e-12, "complex128": 1e-1
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 if jax.__version__.startswith("0.10."):
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
+
+
+def child_environment():
+    """For a process of its own: the suite's compiler flags, but the devices that it finds."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    kept = [flag for flag in flags if "device_count" not in flag]
+    return {**os.environ, "XLA_FLAGS": " ".join(kept)}
 
 
 class Answer(NamedTuple):

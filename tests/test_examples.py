@@ -4,24 +4,23 @@ import argparse
 import importlib
 import itertools
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from oracles import child_environment
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, *args: str, cwd: pathlib.Path) -> str:
     """Runs an example in `cwd` on one CPU device; returns its output."""
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     result = subprocess.run(
         [sys.executable, EXAMPLES / name, *args],
         cwd=cwd,
-        env=environment | {"JAX_PLATFORMS": "cpu"},
+        env=child_environment() | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from oracles import child_environment
 
 pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
@@ -31,11 +32,10 @@ TRACES = ("Traceback", "Abort", "SIGABRT", "stack trace", "core dumped", "termin
 
 
 def start(*args: str, cwd: pathlib.Path) -> subprocess.Popen:
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     return subprocess.Popen(
         [sys.executable, EXAMPLE, *args],
         cwd=cwd,
-        env=environment,
+        env=child_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
