@@ -80,8 +80,8 @@ def route_scatter(setup, loss_fn, options, *, given=None, **_):
 COUNTING = {"num_microbatches", "microbatch_size", "axis_name"}
 
 
-def route_merge(setup, loss_fn, options, *, given=None, several_terms=False):
-    """`accumulate` of both halves, merged and divided."""
+def route_merge(setup, loss_fn, options, *, given=None, several_terms=False, into=False):
+    """`accumulate` of both halves, merged, or the second one going on from the first; divided."""
     options = {**options, "axis_name": setup.names}
     counting = {name: x for name, x in options.items() if name in COUNTING}
 
@@ -91,7 +91,12 @@ def route_merge(setup, loss_fn, options, *, given=None, several_terms=False):
             count = ja.denominators(loss_fn, **counting)
             denominators = jax.tree.map(jnp.add, *[count(params, part) for part in parts])
         f = ja.accumulate(loss_fn, **options)
-        window = ja.finalize(ja.merge(*[f(params, p, denominators=denominators) for p in parts]))
+        first = f(params, parts[0], denominators=denominators)
+        if into:
+            sums = f(params, parts[1], denominators=denominators, into=first)
+        else:
+            sums = ja.merge(first, f(params, parts[1], denominators=denominators))
+        window = ja.finalize(sums)
         return Outcome(window.loss, window.grads, window.weight)
 
     return setup.each(step)
@@ -219,6 +224,7 @@ class Route(NamedTuple):
 ROUTES = {
     "value_and_grad": Route(route_value_and_grad, 1, True),
     "merge": Route(route_merge, 2, True),
+    "into": Route(functools.partial(route_merge, into=True), 2, True),
     "stream": Route(route_stream, 2, True, several_terms=False),
     "flush": Route(route_flush, 2, True, several_terms=False),
     "scatter": Route(route_scatter, 1, True),
