@@ -108,7 +108,8 @@ def models() -> None:
     loss, grads = ja_nnx.value_and_grad(model_fn, microbatch_size=2, wrt=nnx.Param)(model, x)
     print(info.loss, loss, optimizer.update(model, grads), optimizer.step)
     sums = ja_nnx.accumulate(model_fn, num_microbatches=2, argnums=0)(model, x)
-    print(optimizer.update(model, sums), ja_nnx.flush(optimizer, model))
+    stream = ja_nnx.Optimizer(model, ja.multi_steps(optax.adam(1e-2), 2))
+    print(stream.update(model, sums), ja_nnx.flush(stream, model))
     module = nn.Dense(3)
     state = linen.TrainState.create(
         apply_fn=module.apply, variables=module.init(jax.random.key(0), x), tx=optax.sgd(0.1)
