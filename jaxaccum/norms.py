@@ -62,7 +62,8 @@ def clip_by_global_norm(max_norm: Any, specs: Any = None) -> optax.GradientTrans
       A transformation without a state.
 
     Raises:
-      ValueError: `max_norm` is not positive.
+      TypeError: `max_norm` is no number.
+      ValueError: it is not positive.
 
     Example:
       >>> from jaxaccum import norms
@@ -71,8 +72,7 @@ def clip_by_global_norm(max_norm: Any, specs: Any = None) -> optax.GradientTrans
       >>> print(tx.update(grads, tx.init(grads))[0])
       [0.6 0.8]
     """
-    if isinstance(max_norm, int | float) and not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm: `max_norm` must be positive, got {max_norm}.")
+    checks.positive("clip_by_global_norm", "max_norm", max_norm)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
         del params

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxaccum as ja
+from jaxaccum import norms
 
 ROWS, FEATURES, WIDTH, CLIP = 24, 5, 3, 0.8
 CUTS = [{"num_microbatches": 1}, {"num_microbatches": 5}, {"microbatch_size": 7}]
@@ -511,6 +512,17 @@ class TestRefusals:
             clip(3, 1.0)
         with pytest.raises(ValueError, match=r"per_example.clip: `clip_norm` must be positive"):
             clip(loss_fn, 0.0)
+        for number in ("1", None, np.ones(2), 1j):
+            for name, make in (
+                ("clip_norm", lambda n: clip(loss_fn, n)),
+                ("max_norm", norms.clip_by_global_norm),
+            ):
+                with pytest.raises(TypeError, match=f"`{name}` must be a positive number, got"):
+                    make(number)
+        scale = {"noise_multiplier": 1.0, "clip_norm": 1.0, "denominator": 1.0}
+        for name in scale:
+            with pytest.raises(ValueError, match=f"per_example.noise: `{name}` must be positive"):
+                ja.per_example.noise(jax.random.key(0), **(scale | {name: -1.0}))
         with pytest.raises(TypeError, match=r"per_example.transform: `transform_fn` must be"):
             ja.per_example.transform(loss_fn, 1.0)
         with pytest.raises(TypeError, match=r"per_example.clip: the loss function must return"):

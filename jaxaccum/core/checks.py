@@ -61,6 +61,19 @@ def number(function: str, name: str, value: Any) -> float:
     )
 
 
+def positive(function: str, name: str, value: Any) -> None:
+    """Requires a real number, above zero where it is known; it may be traced.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: it is not above zero.
+    """
+    if not is_array(value) or is_key(value) or np.ndim(value) or jnp.iscomplexobj(value):
+        raise TypeError(f"{function}: `{name}` must be a positive number, got {describe(value)}.")
+    if not isinstance(value, jax.core.Tracer) and not np.asarray(value) > 0:
+        raise ValueError(f"{function}: `{name}` must be positive, got {describe(value)}.")
+
+
 def one_of(function: str, **arguments: Any) -> None:
     """Requires exactly one of the keyword arguments to be other than `None`."""
     given = [name for name, value in arguments.items() if value is not None]

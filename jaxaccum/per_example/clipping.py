@@ -69,8 +69,7 @@ def clip(
       1.6666666
       1.6666666
     """
-    if isinstance(clip_norm, int | float) and not clip_norm > 0:
-        raise ValueError(f"per_example.clip: `clip_norm` must be positive, got {clip_norm}.")
+    checks.positive("per_example.clip", "clip_norm", clip_norm)
 
     def clip_fn(grads: Any) -> Any:
         leaves, tree = jax.tree.flatten(grads)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxaccum.closing.handover import own_buffer
@@ -36,7 +37,8 @@ def add_noise(
       The tree with noise in every inexact leaf, drawn in float32 or wider; dtypes are kept.
 
     Raises:
-      TypeError: `key` is not one PRNG key.
+      TypeError: `key` is not one PRNG key, or an argument no number.
+      ValueError: `clip_norm` or `denominator` is not positive, `noise_multiplier` negative.
 
     Example:
       >>> grads = {"w": jnp.zeros(100_000)}
@@ -48,6 +50,7 @@ def add_noise(
     if key is None:
         raise TypeError("per_example.add_noise: `key` must be one PRNG key, got None.")
     checks.key("per_example.add_noise", key)
+    _check_scale("per_example.add_noise", noise_multiplier, clip_norm, denominator)
     leaves, tree = jax.tree.flatten(grads)
 
     def noisy(number: int, grad: Any) -> Any:
@@ -65,6 +68,14 @@ def add_noise(
         return (grad.astype(dtype) + scale * draw).astype(grad.dtype)
 
     return jax.tree.unflatten(tree, [noisy(*pair) for pair in enumerate(leaves)])
+
+
+def _check_scale(function: str, noise_multiplier: Any, clip_norm: Any, denominator: Any) -> None:
+    """Refuses a scale without noise, which only `noise_multiplier=0` asks for."""
+    checks.positive(function, "clip_norm", clip_norm)
+    checks.positive(function, "denominator", denominator)
+    if isinstance(noise_multiplier, jax.core.Tracer) or np.any(noise_multiplier != 0):
+        checks.positive(function, "noise_multiplier", noise_multiplier)
 
 
 class _Noise(NamedTuple):
@@ -103,7 +114,8 @@ def noise(
       noise that is drawn twice protects nothing.
 
     Raises:
-      TypeError: `key` is not one PRNG key.
+      TypeError: `key` is not one PRNG key, or an argument no number.
+      ValueError: `clip_norm` or `denominator` is not positive, `noise_multiplier` negative.
 
     Example:
       >>> tx = noise(jax.random.key(0), noise_multiplier=1.0, clip_norm=1.0, denominator=64.0)
@@ -116,6 +128,7 @@ def noise(
     if key is None:
         raise TypeError("per_example.noise: `key` must be one PRNG key, got None.")
     checks.key("per_example.noise", key)
+    _check_scale("per_example.noise", noise_multiplier, clip_norm, denominator)
 
     def init_fn(params: Any) -> NoiseState:
         del params
