@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxaccum as ja
+import jaxaccum.nnx
 
 AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
@@ -196,6 +198,22 @@ def test_microbatch_a_training_step_and_a_stream():
     loss, grads = expected()
     np.testing.assert_array_equal(info.loss, loss)
     np.testing.assert_array_equal(params, W - grads)
+
+
+@pytest.mark.parametrize("model_state", [None, "pooled"])
+def test_an_nnx_model(model_state):
+    model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel[...] = W
+    fn = jaxaccum.nnx.value_and_grad(
+        lambda m, x: squares(by_rows(m(x))),
+        num_microbatches=2,
+        spmd_axis_name="data",
+        model_state=model_state,
+    )
+    with jax.set_mesh(AUTO):
+        loss, grads = nnx.jit(fn)(model, X)
+    np.testing.assert_array_equal(loss, expected()[0])
+    np.testing.assert_array_equal(jax.tree.leaves(grads)[0], expected()[1])
 
 
 def test_logical_axes_and_boxed_parameters_of_flax():
