@@ -56,7 +56,9 @@ def make_loader(documents, args, sequences):
 
 
 def to_packed(batch):
-    return ja.PackedBatch(batch["tokens"], batch["tokens_segment_ids"], batch["tokens_positions"])
+    return ja.batches.PackedBatch(
+        batch["tokens"], batch["tokens_segment_ids"], batch["tokens_positions"]
+    )
 
 
 # --- Model ----------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def compile_124m(target):
     row = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), row, row, row)
     rows = jax.ShapeDtypeStruct((plan.sequences_per_step, 1025), jnp.int32)
-    shapes = (params, jax.eval_shape(init, params), ja.PackedBatch(rows, rows, rows))
+    shapes = (params, jax.eval_shape(init, params), ja.batches.PackedBatch(rows, rows, rows))
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
