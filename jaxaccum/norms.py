@@ -39,7 +39,7 @@ def global_norm(tree: Any, specs: Any = None) -> jax.Array:
     Example:
       >>> import jax
       >>> from jaxaccum import norms
-      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
       >>> norm = lambda tree: norms.global_norm(tree, jax.P("data"))
       >>> split = jax.shard_map(norm, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
       >>> print(split(jnp.array([3.0, 4.0])))
