@@ -104,7 +104,10 @@ def loss_of(c):
         w, s, batch, y = (dict(zip(c.order, args, strict=True))[n] for n in "wsxy")
         a, v, s = (jnp.asarray(p, jnp.float32) for p in (w["a"], w["v"], s))
         x, u = batch["x"], jax.lax.stop_gradient(batch["u"])
-        of_y = jnp.sum(v[None] * y, axis=1) if c.y_is_cut else jnp.sum(v[None] * y)
+        if c.y_is_cut:  # a loop over `v`, whose gradient is then added in place
+            of_y, _ = jax.lax.scan(lambda s, r: (s + r[0] * r[1], None), 0 * y[:, 0], (v, y.T))
+        else:
+            of_y = jnp.sum(v[None] * y)
         r = a * s * x + of_y
         terms = {"main": ja.mean(r, weights=u)}
         if c.terms == "other":
@@ -235,7 +238,7 @@ def answer(c):
 def accumulators(name):
     return {
         None: lambda: None,
-        "plain": ja.accumulators.plain,
+        "plain": lambda: ja.accumulators.plain(in_place=True),
         "compensated": ja.accumulators.compensated,
         "chunked": lambda: ja.accumulators.chunked(every=2),
         "stochastic": ja.accumulators.stochastic,

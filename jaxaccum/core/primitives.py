@@ -79,7 +79,12 @@ CALLS = {
 # Calls that bring a derivative of their own.
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 # Their results are those of a program too, but in surroundings of its own.
-WITHIN = {"shard_map": "jaxpr", "custom_vmap_call": "call", "composite": "jaxpr"}
+WITHIN = {
+    "shard_map": "jaxpr",
+    "custom_vmap_call": "call",
+    "composite": "jaxpr",
+    "write_in_place": "program",
+}
 
 
 def has(primitive: str, trait: str) -> bool:

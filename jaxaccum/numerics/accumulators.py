@@ -40,6 +40,7 @@ __all__ = [
 @dataclasses.dataclass(frozen=True)
 class _Plain(Accumulator):
     dtype: Any
+    in_place: bool | None = None
 
     def empty(self, aval: Any) -> jax.Array:
         return compat.filled(aval, self.carried(aval.dtype))
@@ -52,8 +53,13 @@ class _Plain(Accumulator):
         return dtypes.promote(wide(dtype), self.dtype) if inexact else wide(dtype)
 
 
-def plain(*, dtype: Any = jnp.float32) -> Accumulator:
+def plain(*, dtype: Any = jnp.float32, in_place: bool | None = None) -> Accumulator:
     """Carries each sum as one array: `sum = sum + gradient`.
+
+    In a window the backward pass adds each gradient into its sum where it is made, so that no
+    gradient of a micro-batch is ever there as a whole: a model that scans over its layers then
+    needs one gradient less of memory. The values are those of the ordinary way; where a parameter
+    is used several times they are added one by one.
 
     Unlike `optax.MultiSteps`, which carries a running mean, nothing is divided until the window
     closes. K micro-batches cost a relative error of at most about `K * 2**-24` in float32.
@@ -61,12 +67,17 @@ def plain(*, dtype: Any = jnp.float32) -> Accumulator:
     Args:
       dtype: floating dtype of the sums, float32 or wider; gradients of a wider dtype (float64,
         complex) are summed in theirs.
+      in_place: whether gradients are added inside the backward pass. `None` does it leaf by leaf
+        where it can be: where the gradient has its sum's dtype, and no micro-batch is left out,
+        reduce-scattered or measured by itself (`skip_nonfinite=True`, `reduction="scatter"`,
+        `noise_scale=True`), and never under `vmap` or where the window is differentiated. `True`
+        refuses where it cannot be, with the reason. `False` never does it.
 
     Returns:
       An accumulator.
 
     Raises:
-      TypeError: `dtype` is not a floating dtype.
+      TypeError: `dtype` is not a floating dtype, or `in_place` something else.
       ValueError: `dtype` is narrower than float32. A bfloat16 sum of ones stops growing at 256.
     """
     dtype = floating("accumulators.plain", dtype)
@@ -76,7 +87,12 @@ def plain(*, dtype: Any = jnp.float32) -> Accumulator:
             "growing after a few hundred micro-batches. Use the default, "
             "accumulators.plain(dtype=jnp.float32)."
         )
-    return _Plain(dtype)
+    if in_place is not None and not isinstance(in_place, bool):
+        raise TypeError(
+            f"accumulators.plain: `in_place` must be `None`, `True` or `False`, got "
+            f"{checks.describe(in_place)}."
+        )
+    return _Plain(dtype, in_place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +146,11 @@ def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 def sum_dtype(reducer: Any, dtype: Any) -> Any:
     """The dtype in which one array sums gradients of `dtype`; `None` where none does."""
     return reducer.carried(dtype) if isinstance(reducer, _Plain) else None
+
+
+def in_place(accumulator: Accumulator) -> bool | None:
+    """What `accumulator` says of sums in place; `False` where it is no plain sum."""
+    return accumulator.in_place if isinstance(accumulator, _Plain) else False
 
 
 def join(a: Any, b: Any) -> Any:

@@ -14,9 +14,10 @@ from jaxaccum.core.mean import as_float, divide
 from jaxaccum.core.reducers import Addition, Kept, Reducers, reducers_of_sums
 from jaxaccum.core.sums import WindowSums, cleared, kept_if
 from jaxaccum.devices import local_values, reduction
-from jaxaccum.numerics import loss_scaling
-from jaxaccum.window import arguments, cut, into, refusals
+from jaxaccum.numerics import accumulators, loss_scaling
+from jaxaccum.window import arguments, cut, into, placement, refusals
 from jaxaccum.window.arguments import Given, Options
+from jaxaccum.window.backward import Sums
 from jaxaccum.window.batch import Batch
 from jaxaccum.window.gradients import Differentiated
 from jaxaccum.window.layout import find_layout
@@ -82,6 +83,7 @@ class Bound:
             )
         self.last_state: list[Any] | None = None
         self.start = self._start()
+        self.gradient_sums = self._gradient_sums()
         self._losses: dict[int, Loss] = {}
         self._gradients: dict[int, LossGradient] = {}
 
@@ -102,6 +104,23 @@ class Bound:
             axes=self.axes,
             varied=self.varied,
         )
+
+    def _gradient_sums(self) -> Sums | None:
+        """How the fold sums gradients that are added in place; `None` where none is."""
+        shapes = placement.Window(
+            self.options,
+            alone=self.num_microbatches == 1 and self.num_real is None and not self.start,
+            scatters=self.scattering,
+            gathers=any(self.tree.rows),
+        )
+        if not self.differentiates:
+            return None
+        reducers = self.tree.reducers(self.moving)
+        types = [jax.typeof(x) for x in self.moving]
+        flags = placement.in_place(shapes, self.tree, reducers, types)
+        structure = jax.tree.structure(([0] * len(types),))
+        everywhere = accumulators.in_place(self.options.accumulator) is True
+        return Sums(reducers, types, flags, structure, everywhere) if any(flags) else None
 
     def _gathered(self, index: Any = None) -> list[jax.Array]:
         """Whole parameters; with a micro-step's `index`, gathered in that micro-step."""
@@ -159,6 +178,7 @@ class Bound:
                 divides=self.given.denominators is not None,
                 scale=self.scale,
                 own_over=self.checked,
+                pulls=None if self.gradient_sums is None else self.gradient_sums.in_place,
                 alone_fn=lambda: self.loss_at(index, rows, state)[0],
             )
             self._gradients[size] = self._checked(gradient, self._gradients)
@@ -304,14 +324,41 @@ class Bound:
     def _folded(self, seeds: Sequence[Any] | None, kept: Any) -> tuple[WindowSums, Any]:
         """The fold of `_local`; `seeds` multiply each term's gradient, `None` is 1."""
         micro_step = MicroStep(self, self.first_loss().pack(seeds), kept)
-        if self.state is None or not self.state.threads:
-            return self.fold(micro_step, MicroStep.reducers, start=self.start)
-        (sums, finite), last = self.fold(
-            micro_step, MicroStep.reducers, self.state.leaves, start=self.start
-        )
-        own = self.state.of_device(last, sums.num_microbatches)
-        self.last_state = last
-        return dataclasses.replace(sums, model_state=own), finite
+        threads = self.state.leaves if self.state is not None and self.state.threads else None
+        summed = self._placed_sums()
+        result = self.fold(micro_step, MicroStep.reducers, threads, start=self.start, sums=summed)
+        grads: Any = None
+        last: Any = None
+        if summed is not None:
+            grads, result = result
+        if threads is not None:
+            result, last = result
+        sums, finite = result
+        if summed is not None:
+            grads, reducers = summed.read(grads, self.scale), Reducers(summed.reducers)
+            sums = dataclasses.replace(sums, grads=grads, grad_reducers=reducers)
+        if threads is not None and self.state is not None:
+            self.last_state = last
+            own = self.state.of_device(last, sums.num_microbatches)
+            sums = dataclasses.replace(sums, model_state=own)
+        return sums, finite
+
+    def _placed_sums(self) -> Sums | None:
+        """`gradient_sums`, in place where the loss lets them be, with every shape of micro-batch.
+
+        Raises:
+          ValueError: the accumulator demands it where it cannot be.
+        """
+        if self.gradient_sums is None:
+            return None
+        for segment in self.segments:
+            rows = cut.micro_batch(segment.grid(self.batch.leaves), 0)
+            self.gradient_at(jnp.int32(0), rows)
+        reaches = [g.reach for g in self._gradients.values() if g.reach is not None]
+        placed = self.gradient_sums.where_it_pays(reaches)
+        if placed.everywhere and not all(placed.in_place):
+            placement.refuse(self.options.function, self.tree, placed.in_place.index(False))
+        return placed
 
     def rounding_key(self, index: Any) -> Any:
         """The accumulator's key for one micro-step, apart from the loss function's."""
@@ -381,9 +428,8 @@ class Bound:
             self.options.function, self.given.into, dataclasses.replace(sums, grads=grads), held
         )
 
-    def fold(
-        self, micro_fn: Any, reducers_fn: Any, thread: Any = None, start: Sequence[Any] = ()
-    ) -> Any:
+    def fold(self, micro_fn: Any, reducers_fn: Any, thread: Any = None, **how: Any) -> Any:
+        """`scan.fold` over the batch; `how` are its other arguments."""
         return fold(
             micro_fn,
             self.batch.leaves,
@@ -393,8 +439,8 @@ class Bound:
             unroll=self.options.unroll,
             peel=self.options.overlap,
             thread=thread,
-            start=start,
             function=self.options.function,
+            **how,
         )
 
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccum.core import programs
+from jaxaccum.core import checks, in_place, programs
 from jaxaccum.core.mean import add, wide
 from jaxaccum.devices import reduction
 from jaxaccum.numerics import loss_scaling
+from jaxaccum.window.backward import Backward
 from jaxaccum.window.losses import Loss, parts_of
 
 # Room for the factors of so many terms; a loss of more is traced twice.
@@ -24,13 +25,13 @@ class Results(NamedTuple):
       totals: the terms' totals.
       weights: their weights.
       aux: the auxiliary outputs, still marked.
-      grads: the gradients of the differentiated inputs.
+      grads: the gradients of the differentiated inputs; the backward pass where it has not run.
     """
 
     totals: list[jax.Array]
     weights: list[jax.Array]
     aux: Any
-    grads: list[jax.Array]
+    grads: list[jax.Array] | Backward
 
 
 class LossGradient(NamedTuple):
@@ -46,6 +47,7 @@ class LossGradient(NamedTuple):
       aux_tree: the tree structure of the auxiliary outputs, marks included.
       room: for how many factors `call` has room.
       weights_fn: from flat inputs to the weights, by the part of the program that they need.
+      reach: where gradients may be written in place, where the backward pass has not run.
     """
 
     call: Callable[..., Results]
@@ -54,6 +56,7 @@ class LossGradient(NamedTuple):
     aux_tree: Any
     room: int
     weights_fn: Callable[[Sequence[Any]], list[Any]]
+    reach: in_place.Reach | None = None
 
     def pack(self, factors: Sequence[Any] | None) -> Any:
         """What each term is multiplied by, as `call` takes it; `None` where nothing is."""
@@ -74,6 +77,7 @@ def stage_gradient(
     divides: bool,
     scale: Any,
     own_over: frozenset[str],
+    pulls: Sequence[bool] | None,
     alone_fn: Callable[[], Loss],
 ) -> LossGradient:
     """Traces the user's loss and its gradient once, and checks what the loss returns.
@@ -88,6 +92,7 @@ def stage_gradient(
       divides: whether a loss of one term has a factor, too, as those of several have.
       scale: the loss scale, or `None`.
       own_over: the axes over whose devices the window is summed, where replication is checked.
+      pulls: which gradients the fold would write in place, where the backward pass is left to it.
       alone_fn: stages the loss alone, for the rare questions that the gradient hides.
 
     Raises:
@@ -96,6 +101,7 @@ def stage_gradient(
         derivative in one of the `differentiated` inputs.
     """
     trees: list[Any] = []
+    reached: list[in_place.Reach] = []
 
     def loss_and_gradient(flat: list[Any], factors: jax.Array, scale: Any) -> Results:
         def objective(moving: list[Any]) -> Any:
@@ -112,7 +118,13 @@ def stage_gradient(
             return value, (totals, parts.weights, parts.aux)
 
         start = [x for x, d in zip(flat, differentiated, strict=True) if d]
-        grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
+        grads: Any
+        if pulls is not None:
+            value, pull, (totals, weights, aux) = jax.vjp(objective, start, has_aux=True)
+            grads = Backward(pull, _seed(value))
+            reached[:] = [in_place.reach(pull, pulls)]
+        else:
+            grads, (totals, weights, aux) = jax.grad(objective, has_aux=True)(start)
         return Results(totals, weights, aux, grads)
 
     room = _TERMS
@@ -134,7 +146,13 @@ def stage_gradient(
     weights_fn = lambda flat: pruned(*[flat[i] for i in used])  # noqa: E731
     if any(differentiated[i] for i in used):
         weights_fn = alone_fn().weights_fn(function, differentiated)
-    return LossGradient(call, program, terms, aux_tree, room, weights_fn)
+    found = reached[0] if reached else None
+    return LossGradient(call, program, terms, aux_tree, room, weights_fn, found)
+
+
+def _seed(value: jax.Array) -> jax.Array:
+    """The cotangent of a loss; what has no gradient is refused as `jax.grad` does."""
+    return jnp.ones_like(value) if checks.is_inexact(value) else jax.grad(lambda x: x)(value)
 
 
 def _no_factors(room: int) -> np.ndarray:

@@ -14,14 +14,16 @@ from jaxaccum.core.reducers import Addition, Reducers, Stack
 from jaxaccum.core.sums import WindowSums
 from jaxaccum.devices import reduction
 from jaxaccum.numerics import loss_scaling
+from jaxaccum.window.backward import Backward
 from jaxaccum.window.scan import Outcome
 
 
 class MicroStep:
     """What the fold runs on each micro-batch.
 
-    Its values are a pair: the `WindowSums` of the micro-batch, whose gradients are a flat list; and
-    where bad ones are left out, whether it was finite.
+    Its values are a pair: the `WindowSums` of the micro-batch, whose gradients are a flat list,
+    empty where the fold runs the backward pass; and where bad ones are left out, whether it was
+    finite.
 
     Args:
       call: the loss, bound to the arguments of a call.
@@ -42,10 +44,14 @@ class MicroStep:
         call = self.call
         loss, flat = call.gradient_at(index, rows, threads)
         totals, weights, aux, grads = loss.call(flat, self.factors, call.scale)
-        reducers = call.tree.reducers(grads)
-        if call.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
-            unscales = [loss_scaling.unscale if r.divides else None for r in reducers]
-            grads = leafwise(unscales, grads, shared=(call.scale,))
+        backward, reducers = None, []
+        if isinstance(grads, Backward):
+            backward, grads = grads._replace(scale=call.scale), []
+        else:
+            reducers = call.tree.reducers(grads)
+            if call.scale is not None:  # what is no sum (FP8 scaling state) was not scaled
+                unscales = [loss_scaling.unscale if r.divides else None for r in reducers]
+                grads = leafwise(unscales, grads, shared=(call.scale,))
         spread = None
         if call.options.noise_scale:
             summed = [g for g, r in zip(grads, reducers, strict=True) if isinstance(r, Addition)]
@@ -76,7 +82,7 @@ class MicroStep:
         threads = reduction.vary(new_state, call.varied) if threads is not None else ()
         keep = finite if self.kept is None or finite is None else finite & self.kept[index]
         values = reduction.vary((sums, finite), call.varied)
-        return Outcome(values, keep, call.rounding_key(index), threads)
+        return Outcome(values, keep, call.rounding_key(index), threads, backward)
 
     def _scattered(self, grads: list[Any]) -> list[Any]:
         """The gradients, those of parts reduce-scattered where that happens in every micro-step."""

@@ -1,17 +1,16 @@
 """The fold over the micro-batches of a window: the one loop of the library."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxaccum.core import checks, compat, programs
-from jaxaccum.core.leaves import leafwise
-from jaxaccum.core.reducers import Concatenation, Reducer, joined
+from jaxaccum.core import checks, in_place, programs
+from jaxaccum.core.reducers import Concatenation, Reducer
 from jaxaccum.window import cut
+from jaxaccum.window.backward import Backward, Sums
+from jaxaccum.window.micro_loop import Loop, State
 
 
 class Outcome(NamedTuple):
@@ -22,12 +21,14 @@ class Outcome(NamedTuple):
       keep: whether its carried values count; a boolean scalar, or `None` for always.
       key: a PRNG key for accumulators that need one, or `None`.
       thread: what the next micro-batch receives, where the fold threads something.
+      backward: the backward pass, where the fold runs it.
     """
 
     values: Any
     keep: jax.Array | None = None
     key: jax.Array | None = None
     thread: Sequence[jax.Array] = ()
+    backward: Backward | None = None
 
 
 def fold(
@@ -41,6 +42,7 @@ def fold(
     peel: bool = False,
     thread: Sequence[jax.Array] | None = None,
     start: Sequence[Any] = (),
+    sums: Sums | None = None,
     function: str = "accumulate",
 ) -> Any:
     """Runs `micro_fn(index, rows)` on every micro-batch and combines its values.
@@ -60,56 +62,84 @@ def fold(
       thread: arrays that `micro_fn` receives as a third argument, each micro-batch those that the
         one before it returned as `Outcome.thread`.
       start: what the first carries begin with, in their order, `None` where one begins empty.
+      sums: how the gradients of `Outcome.backward` are summed; their carries are the first ones.
       function: the public function's name, for messages.
 
     Returns:
       The tree of values, with carries in place of the leaves that are carried; with `thread` a
-      pair of it and the arrays that the last micro-batch left.
+      pair of it and the arrays that the last micro-batch left; with `sums` a pair of the list of
+      gradient carries and all that.
     """
-    threads = list(thread or ())
-    carry: list[Any] | None = None
-    emitted: list[list[jax.Array]] = []
+    loops, leaves, shapes, offset = [], [], None, 0
     reducers: list[Reducer] = []
-    shapes, offset = None, 0
     for segment in segments:
-        leaves, grid_tree = jax.tree.flatten(segment.grid(batch))
+        own, grid_tree = jax.tree.flatten(segment.grid(batch))
 
         def run(index: Any, threads: Any, *flat: Any, grid_tree: Any = grid_tree) -> Outcome:
             rows = cut.micro_batch(jax.tree.unflatten(grid_tree, flat), index[0])
             extra = () if thread is None else (threads,)
             return micro_fn(index[0] + index[1], rows, *extra)
 
-        staged = programs.stage(run, (jnp.int32(0), jnp.int32(0)), threads, *leaves)
+        staged = programs.stage(run, (jnp.int32(0), jnp.int32(0)), list(thread or ()), *own)
         reducers = jax.tree.leaves(reducers_fn(staged.out_shape.values))
         if shapes is not None:
             _check_alike(function, shapes, staged.out_shape.values, reducers)
         shapes = staged.out_shape.values
-        guarded = staged.out_shape.keep is not None
-        keyed = staged.out_shape.key is not None
-        body = _Body(staged, leaves, offset, reducers, guarded, keyed)
-        if carry is None and start:
-            pairs = itertools.zip_longest(start, body.empty())
-            carry = [empty if given is None else given for given, empty in pairs]
-        rest = int(num_real is None and (segment.num == 1 or (peel and segment is segments[-1])))
-        runs: list[list[jax.Array]] = []
-        if segment.num > rest:
-            if carry is None:
-                carry = body.empty()
-            number = segment.num - rest
-            (carry, threads), pieces = body.loop((carry, threads), number, num_real, unroll)
-            runs.append(pieces)
-        if rest:
-            (carry, threads), pieces = body.once(carry, threads, segment.num - 1)
-            runs.append(pieces)
-        emitted.append([joined(parts) for parts in zip(*runs, strict=True)])
+        last = peel and segment is segments[-1]
+        loops.append(Loop(staged, segment.num, offset, reducers, unroll, sums, last))
+        leaves.append(own)
         offset += segment.num
-    carried = iter(carry or [])
-    stacks = iter(zip(*emitted, strict=True))
-    results = [
-        reducer.gather(next(stacks)) if reducer.emits else next(carried) for reducer in reducers
-    ]
-    combined = jax.tree.unflatten(jax.tree.structure(shapes), results)
-    return combined if thread is None else (combined, threads)
+    first = State(leaves, list(thread or ()), num_real, list(start))
+    combined, threads = _fold_all(loops, first, writes=sums is not None and any(sums.in_place))
+    grads = combined[: len(combined) - len(reducers)]
+    values = jax.tree.unflatten(jax.tree.structure(shapes), combined[len(grads) :])
+    result = values if thread is None else (values, threads)
+    return result if sums is None else (grads, result)
+
+
+def _fold_all(loops: Sequence[Loop], state: State, *, writes: bool) -> tuple[list[Any], list[Any]]:
+    """The combined gradients and values of all segments, and what the last micro-batch left."""
+    if not writes:
+        return _evaluate(loops, state, writes=False)
+    # What the micro-steps close over is passed to them, so that they can be run in another trace.
+    consts = {id(c): c for loop in loops for c in loop.staged.closed.consts}
+    places = {key: i for i, key in enumerate(consts)}
+    used = [[places[id(c)] for c in loop.staged.closed.consts] for loop in loops]
+    pairs = list(zip(loops, used, strict=True))
+    free = [loop._replace(staged=loop.staged.with_consts([None] * len(u))) for loop, u in pairs]
+    flat, tree = jax.tree.flatten((list(consts.values()), state))
+    flat = [jnp.asarray(x) for x in flat]
+    shape: list[Any] = []
+
+    def run(*flat: Any, writes: bool) -> list[Any]:
+        every, own = jax.tree.unflatten(tree, flat)
+        bound = [
+            loop._replace(staged=loop.staged.with_consts([every[i] for i in places]))
+            for loop, places in zip(free, used, strict=True)
+        ]
+        outs, structure = jax.tree.flatten(_evaluate(bound, own, writes=writes))
+        shape[:] = [structure]
+        return outs
+
+    outs = in_place.run(lambda *x: run(*x, writes=True), lambda *x: run(*x, writes=False), *flat)
+    return jax.tree.unflatten(shape[0], outs)
+
+
+def _evaluate(loops: Sequence[Loop], state: State, *, writes: bool) -> tuple[list[Any], list[Any]]:
+    sums, carry, threads, pieces = loops[0].sums, None, state.threads, []
+    buffers: list[Any] = []
+    if sums is not None:
+        written = [here and writes for here in sums.in_place]
+        buffers = sums.buffers(state.start, written)
+        rest = [*state.start, *[None] * (len(written) - len(state.start))]
+        state = state._replace(start=[x for x, w in zip(rest, written, strict=True) if not w])
+    for loop, leaves in zip(loops, state.leaves, strict=True):
+        carry, threads, ys = loop.run(carry, threads, leaves, state, buffers)
+        pieces.append(ys)
+    carried, stacks = iter(carry or ()), iter(zip(*pieces, strict=True))
+    combined = [next(carried) if buffer is None else jax.freeze(buffer) for buffer in buffers]
+    combined += [r.gather(next(stacks)) if r.emits else next(carried) for r in loops[-1].reducers]
+    return combined, threads
 
 
 def _check_alike(function: str, first: Any, second: Any, reducers: Sequence[Reducer]) -> None:
@@ -135,107 +165,3 @@ def _check_alike(function: str, first: Any, second: Any, reducers: Sequence[Redu
                 "Wrap per-example outputs in `ja.Concat`, sums in `ja.Sum`, or let the batch "
                 "divide evenly."
             )
-
-
-class _Body(NamedTuple):
-    """The micro-step of one segment."""
-
-    staged: programs.Program
-    leaves: list[jax.Array]
-    offset: int
-    reducers: list[Reducer]
-    guarded: bool
-    keyed: bool
-
-    def _run(self, index: Any, threads: list[Any]) -> "_Result":
-        outs = self.staged(index, jnp.int32(self.offset), *threads, *self.leaves)
-        threads = [outs.pop() for _ in threads][::-1]
-        key = outs.pop() if self.keyed else None
-        keep = outs.pop() if self.guarded else None
-        carried = [v for v, r in zip(outs, self.reducers, strict=True) if not r.emits]
-        emitted = [v for v, r in zip(outs, self.reducers, strict=True) if r.emits]
-        reducers = self._carriers()
-        if key is not None:
-            reducers = [r.keyed(jax.random.fold_in(key, i)) for i, r in enumerate(reducers)]
-        return _Result(carried, reducers, emitted, keep, threads)
-
-    def _carriers(self) -> list[Reducer]:
-        return [r for r in self.reducers if not r.emits]
-
-    def _avals(self, *, emits: bool) -> list[Any]:
-        avals = self.staged.closed.out_avals[: len(self.reducers)]
-        return [a for a, r in zip(avals, self.reducers, strict=True) if r.emits == emits]
-
-    def empty(self) -> list[Any]:
-        known: dict[Any, Any] = {}  # leaves of one type share their zeros
-        pairs = list(zip(self._carriers(), self._avals(emits=False), strict=True))
-        for pair in pairs:
-            if pair not in known:
-                known[pair] = pair[0].empty(pair[1])
-        return [known[pair] for pair in pairs]
-
-    def once(
-        self, carry: list[Any] | None, threads: list[Any], index: int
-    ) -> tuple[Any, list[jax.Array]]:
-        """One micro-batch without a loop."""
-        result = self._run(jnp.int32(index), threads)
-        if carry is None and result.keep is None:
-            carry = leafwise([r.start for r in result.reducers], result.carried)
-            state = carry, result.threads
-        else:
-            state = result.fold(self.empty() if carry is None else carry, threads)
-        return state, [y[None] for y in result.emitted]
-
-    def loop(
-        self, state: Any, num: int, num_real: Any, unroll: int | bool
-    ) -> tuple[Any, list[jax.Array]]:
-        def step(state: Any, index: Any) -> tuple[Any, list[Any]]:
-            carry, threads = state
-            result = self._run(index, threads)
-            return result.fold(carry, threads), result.emitted
-
-        if num_real is None:
-            return lax.scan(step, state, jnp.arange(num, dtype=jnp.int32), unroll=unroll)
-
-        # A trip count that is data cannot be a scan: the same step under `fori_loop`, which
-        # writes what a scan would have stacked.
-        def write(index: Any, held: Any) -> Any:
-            state, buffers = held
-            index = jnp.asarray(index, jnp.int32)
-            state, emitted = step(state, index)
-            buffers = [
-                lax.dynamic_update_index_in_dim(b, y, index, axis=0)
-                for b, y in zip(buffers, emitted, strict=True)
-            ]
-            return state, buffers
-
-        avals = self._avals(emits=True)
-        buffers = [
-            jnp.broadcast_to(compat.filled(aval, aval.dtype), (num, *aval.shape)) for aval in avals
-        ]
-        trips = jnp.clip(jnp.asarray(num_real, jnp.int32) - self.offset, 0, num)
-        return lax.fori_loop(0, trips, write, (state, buffers))
-
-
-class _Result(NamedTuple):
-    """What one micro-step has made: values to carry, their reducers, values to emit."""
-
-    carried: list[Any]
-    reducers: list[Reducer]
-    emitted: list[Any]
-    keep: Any
-    threads: list[Any]
-
-    def fold(self, carry: list[Any], threads: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The carry with this micro-step in it, and what the next one receives."""
-        folded = leafwise([r.fold for r in self.reducers], carry, self.carried)
-        if self.keep is None:
-            return folded, self.threads
-        # Selected, not multiplied: a nan in a dropped micro-batch reaches nothing.
-        new, tree = jax.tree.flatten((folded, self.threads))
-        old = jax.tree.leaves((carry, threads))
-        return jax.tree.unflatten(tree, leafwise(_chosen, new, old, shared=(self.keep,)))
-
-
-def _chosen(new: jax.Array, old: jax.Array, keep: jax.Array) -> jax.Array:
-    return jnp.where(keep, new, old)
