@@ -131,6 +131,7 @@ def multi_steps(
                 f"multi_steps: `{name}` must be a tuple of argument names, got {value!r}. For one "
                 f'name pass `{name}=("value",)`.'
             )
+    names = reduction.names_of("multi_steps", "axis_name", axis_name)
     given = {
         "axis_name": axis_name,
         "local_params": local_params,
@@ -144,7 +145,7 @@ def multi_steps(
         inner=in_one_precision(inner),
         every=every,
         axis_name=axis_name,
-        names=reduction.names_of("multi_steps", "axis_name", axis_name),
+        names=names,
         local_params=local_params,
         reduce_dtype=reduce_dtype,
         accumulator=accumulator,
