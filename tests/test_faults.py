@@ -356,7 +356,7 @@ def test_after_divergence_nothing_changes_the_parameters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_bad_windows": 2}, "pass `skip_nonfinite="),
+        ({"max_bad_windows": 2}, "Pass `skip_nonfinite="),
         ({"max_bad_windows": 0, "skip_nonfinite": True}, "`max_bad_windows` must be at least 1"),
         ({"max_bad_windows": 1.5, "skip_nonfinite": True}, "`max_bad_windows` must be a static"),
         ({"skip_nonfinite": "all"}, "`skip_nonfinite` must be"),
