@@ -135,3 +135,15 @@ def test_importing_loads_jax_and_optax_and_nothing_heavier():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["[]", "True", "True"]
+
+
+def test_importing_starts_no_backend():
+    """Else `jax.distributed.initialize` and the choice of devices would come too late."""
+    modules = sorted(name for name in MODULES if not name.endswith("__main__"))
+    code = f"""
+import importlib, jax
+for name in {modules}:
+    importlib.import_module(name)
+jax.config.update("jax_num_cpu_devices", 3)  # raises once there is a backend
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

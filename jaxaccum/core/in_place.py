@@ -5,6 +5,7 @@ behind one equation with rules of its own: where it is run it writes, where it i
 differentiated a function without buffers takes its place, which returns the same.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +20,6 @@ Flat = Callable[..., Sequence[Any]]
 
 _WRITING = jex.Primitive("write_in_place")
 _WRITING.multiple_results = True
-# What JAX says of a program that makes a buffer of its own, though nobody outside can tell.
-_OWN = programs.stage(lambda x: jax.freeze(jax.new_ref(x)), jnp.float32(0)).jaxpr.effects
 
 
 def run(writing_fn: Flat, plain_fn: Flat, *flat: Any) -> list[Any]:
@@ -123,9 +122,16 @@ def _evaluate(*flat: Any, program: Any, plain_fn: Flat) -> Sequence[Any]:
     return jex.jaxpr_as_fun(program)(*flat)
 
 
+@functools.cache
+def _own_effects() -> Any:
+    """What JAX says of a program that makes a buffer of its own, though nobody outside can tell."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    return programs.stage(lambda x: jax.freeze(jax.new_ref(x)), scalar).jaxpr.effects
+
+
 def _types(*avals: Any, program: Any, plain_fn: Flat) -> tuple[Any, Any]:
     del avals, plain_fn
-    return program.out_avals, program.jaxpr.effects - _OWN
+    return program.out_avals, program.jaxpr.effects - _own_effects()
 
 
 def _batched(axis: Any, flat: Any, places: Any, *, program: Any, plain_fn: Flat) -> tuple[Any, Any]:
