@@ -401,7 +401,7 @@ class TestRefusals:
             ja.microbatch(3, num_microbatches=2)
         with pytest.raises(ValueError, match="microbatch: exactly one of"):
             ja.microbatch(fn)
-        with pytest.raises(ValueError, match="microbatch: `axis_name` is for code inside"):
+        with pytest.raises(ValueError, match="microbatch: `axis_name`, got 'a', is for code"):
             ja.microbatch(fn, num_microbatches=2, axis_name="a", spmd_axis_name="a")
         with pytest.raises(ValueError, match="microbatch: `num_microbatches` is 5"):
             ja.microbatch(fn, num_microbatches=5)(1.0, jnp.ones(4))
