@@ -97,7 +97,9 @@ def _checked(fn: Any, given: dict[str, Any]) -> Options:
         raise TypeError(f"{name}: `fn` must be a function, got {checks.describe(fn)}.")
     axes = {n: given.get(n) for n in ("axis_name", "spmd_axis_name")}
     own = {
-        "accumulator": accumulators.checked(name, given.get("accumulator")),
+        "accumulator": accumulators.checked(
+            name, given.get("accumulator"), apart="a replayed gradient is made, then added"
+        ),
         "batch_argnums": checked_argnums(name, fn, given.get("batch_argnums"), name="fn"),
         **{n: reduction.names_of(name, n, value) or None for n, value in axes.items()},
         **cut.checked_cut(name, given),

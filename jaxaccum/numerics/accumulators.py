@@ -70,8 +70,8 @@ def plain(*, dtype: Any = jnp.float32, in_place: bool | None = None) -> Accumula
       in_place: whether gradients are added inside the backward pass. `None` does it leaf by leaf
         where it can be: where the gradient has its sum's dtype, and no micro-batch is left out,
         reduce-scattered or measured by itself (`skip_nonfinite=True`, `reduction="scatter"`,
-        `noise_scale=True`), and never under `vmap` or where the window is differentiated. `True`
-        refuses where it cannot be, with the reason. `False` never does it.
+        `noise_scale=True`), and never under `vmap`, where the window is differentiated, or on JAX
+        newer than 0.10. `True` refuses where it cannot be, with the reason. `False` never does it.
 
     Returns:
       An accumulator.
@@ -171,18 +171,20 @@ def join(a: Any, b: Any) -> Any:
     return total.astype(a.dtype)
 
 
-def checked(function: str, accumulator: Accumulator | None) -> Accumulator:
+def checked(function: str, accumulator: Accumulator | None, *, apart: str = "") -> Accumulator:
     """`accumulator`, the default for `None`.
 
     Args:
       function: the public function's name, for messages.
       accumulator: what the user gave.
+      apart: why the function adds no gradient inside a backward pass, if it does not.
 
     Returns:
       An accumulator.
 
     Raises:
       TypeError: it is something else.
+      ValueError: it demands sums in place of a function that has none.
     """
     if accumulator is None:
         return plain()
@@ -190,5 +192,10 @@ def checked(function: str, accumulator: Accumulator | None) -> Accumulator:
         raise TypeError(
             f"{function}: `accumulator` must come from `ja.accumulators`, got "
             f"{checks.describe(accumulator)}. For example `ja.accumulators.plain()`."
+        )
+    if apart and in_place(accumulator):
+        raise ValueError(
+            f"{function}: `accumulators.plain(in_place=True)` cannot be here: {apart}. Pass "
+            "`in_place=None`, or leave the accumulator out."
         )
     return accumulator

@@ -117,7 +117,9 @@ def multi_steps(
     """
     checks.transformation("multi_steps", "inner", inner)
     check_no_window("multi_steps", "inner", inner)
-    accumulator = accumulators.checked("multi_steps", accumulator)
+    accumulator = accumulators.checked(
+        "multi_steps", accumulator, apart="a stream adds gradients that it is given"
+    )
     every = checked_length(every)
     loss_scale = loss_scaling.checked("multi_steps", loss_scale)
     skips = faults.policy("multi_steps", skip_nonfinite)

@@ -85,7 +85,8 @@ def checked_options(
         raise TypeError(
             f"{function}: `loss_fn` must be a function, got {checks.describe(loss_fn)}."
         )
-    others["accumulator"] = accumulators.checked(function, others.get("accumulator"))
+    apart = "gradients are made stage by stage" if "window_axis_name" in beside else ""
+    others["accumulator"] = accumulators.checked(function, others.get("accumulator"), apart=apart)
     faults.policy(function, others.get("skip_nonfinite", False))
     reduction.names_of(function, "axis_name", others.get("axis_name"))
     reduction.names_of(function, "spmd_axis_name", others.get("spmd_axis_name"))
