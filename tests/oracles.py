@@ -209,3 +209,12 @@ def assert_equal(got, want):
         assert equal, f"{jax.tree_util.keystr(path)}: {g} instead of {w}"
 
     jax.tree_util.tree_map_with_path(check, got, want)
+
+
+def same(a, b):
+    """Requires two trees of the same structure, dtypes and bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        if x.dtype != jax.dtypes.float0:
+            np.testing.assert_array_equal(x, y)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from oracles import same
 
 import jaxaccum as ja
 
@@ -56,14 +57,6 @@ def plain(in_place):
 def writes(fn, *args):
     """How many sums a function adds in place: the buffers that it makes."""
     return str(jax.make_jaxpr(fn)(*args)).count("= new_ref[")
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        if x.dtype != jax.dtypes.float0:
-            np.testing.assert_array_equal(x, y)
 
 
 def pair(make_fn=ja.accumulate, fn=loss_fn, **options):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from oracles import same
 
 import jaxaccum as ja
 
@@ -26,14 +27,6 @@ def rich_fn(p, x):
 
 def terms_fn(p, x):
     return {"fit": loss_fn(p, x), "penalty": ja.Mean(p["b"] ** 2, 1.0)}
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        if x.dtype != jax.dtypes.float0:
-            np.testing.assert_array_equal(x, y)
 
 
 def check(f, params=PARAMS, rows=ROWS, jit=True, **call):
